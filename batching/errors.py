@@ -39,11 +39,14 @@ class InvalidRequest(TokenServeError):
         super().__init__(param, reason)
         self.param = param
         self.reason = reason
+        self.others: tuple[str, ...] = ()
+        """Further fields of the same request that are wrong too, for whoever collects them."""
 
     @property
     def detail(self) -> str:
         """Name the field and what is wrong with it."""
-        return f"`{self.param}` {self.reason}"
+        others = f" (also refused: {', '.join(self.others)})" if self.others else ""
+        return f"`{self.param}` {self.reason}{others}"
 
 
 class EmptyInput(InvalidRequest):

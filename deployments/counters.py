@@ -1,0 +1,117 @@
+"""Every number that a replica counts, declared once: the same events feed `/v1/stats` and Prometheus.
+
+Metrics carry no tenant label, so that the number of series does not grow with tenants; stats do.
+"""
+
+from dataclasses import replace
+
+from ray.serve import metrics
+
+from batching.batcher import FinishedForward
+from batching.errors import TokenServeError
+from batching.queue import Payload
+from deployments.wire import ReplicaStats, TenantCounts
+
+PROBE_TENANT = "_probe"
+"""Owner of readiness probes: they run like any row and count as nobody's."""
+
+FORWARD_MS_BOUNDARIES = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]
+
+
+class ReplicaCounters:
+    """Counts of one replica. Construct it inside a replica: Serve tags metrics by the deployment they are made in."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, TenantCounts] = {}
+        self._forwards = 0
+        self._computed_tokens = 0
+        self._charged_tokens = 0
+        self._probe_forwards = 0
+        self._metrics = _Metrics()
+
+    def answered(self, tenant: str, *, rows: int, tokens: int) -> None:
+        """Rows that got a value."""
+        if tenant != PROBE_TENANT:
+            self._add(tenant, rows=rows, tokens=tokens)
+            self._metrics.rows.inc(rows)
+            self._metrics.tokens.inc(tokens)
+
+    def refused(self, tenant: str, *, rows: int) -> None:
+        """Rows turned away at the door."""
+        if tenant != PROBE_TENANT:
+            self._add(tenant, refused=rows)
+            self._metrics.refused.inc(rows)
+
+    def failed(self, tenant: str, error: TokenServeError) -> None:
+        """One accepted row that ended in `error`."""
+        if tenant != PROBE_TENANT:
+            self._add(tenant, failed_rows=1)
+            self._metrics.failed_rows.inc(1, tags={"error": type(error).__name__})
+
+    def forward(self, finished: FinishedForward[Payload], *, computed_tokens: int) -> None:
+        """A forward that ended, well or not."""
+        if all(row.tenant == PROBE_TENANT for row in finished.plan.rows):
+            self._probe_forwards += 1
+            return
+        self._forwards += 1
+        self._computed_tokens += computed_tokens
+        self._charged_tokens += finished.plan.cost
+        self._metrics.forwards.inc(1, tags={"reason": finished.plan.reason})
+        self._metrics.computed_tokens.inc(computed_tokens)
+        self._metrics.charged_tokens.inc(finished.plan.cost)
+        self._metrics.forward_ms.observe(finished.duration_s * 1000)
+
+    def queued(self, *, rows: int, tokens: int) -> None:
+        """What waits now."""
+        self._metrics.queued_rows.set(rows)
+        self._metrics.queued_tokens.set(tokens)
+
+    def stats(self, *, queued_rows: int, queued_tokens: int) -> ReplicaStats:
+        """All counts as one value."""
+        return ReplicaStats(
+            forwards=self._forwards,
+            computed_tokens=self._computed_tokens,
+            charged_tokens=self._charged_tokens,
+            probe_forwards=self._probe_forwards,
+            queued_rows=queued_rows,
+            queued_tokens=queued_tokens,
+            tenants=dict(self._tenants),
+        )
+
+    def _add(self, tenant: str, *, rows: int = 0, tokens: int = 0, refused: int = 0, failed_rows: int = 0) -> None:
+        counts = self._tenants.get(tenant, TenantCounts())
+        self._tenants[tenant] = replace(
+            counts,
+            rows=counts.rows + rows,
+            tokens=counts.tokens + tokens,
+            refused=counts.refused + refused,
+            failed_rows=counts.failed_rows + failed_rows,
+        )
+
+
+class _Metrics:
+    """The Prometheus side. Serve adds the tags deployment, replica and application."""
+
+    def __init__(self) -> None:
+        self.forwards = metrics.Counter(
+            "raggedserve_forwards", description="Forwards run, by why the batch left.", tag_keys=("reason",)
+        )
+        self.rows = metrics.Counter("raggedserve_rows", description="Rows answered.")
+        self.tokens = metrics.Counter("raggedserve_tokens", description="Real tokens of answered rows.")
+        self.computed_tokens = metrics.Counter(
+            "raggedserve_computed_tokens", description="Positions the model processed, padding included."
+        )
+        self.charged_tokens = metrics.Counter(
+            "raggedserve_charged_tokens", description="Cost of the batches against the token budget."
+        )
+        self.refused = metrics.Counter("raggedserve_refused_rows", description="Rows turned away at the door.")
+        self.failed_rows = metrics.Counter(
+            "raggedserve_failed_rows", description="Accepted rows that ended in an error.", tag_keys=("error",)
+        )
+        self.queued_rows = metrics.Gauge("raggedserve_queued_rows", description="Rows waiting.")
+        self.queued_tokens = metrics.Gauge("raggedserve_queued_tokens", description="Tokens of the rows waiting.")
+        self.forward_ms = metrics.Histogram(
+            "raggedserve_forward_ms",
+            description="Duration of a forward in milliseconds, from its start to its outcomes.",
+            boundaries=FORWARD_MS_BOUNDARIES,
+        )

@@ -1,0 +1,241 @@
+"""From a parsed request to its answer, without HTTP: resolve, tokenise, check, cut by bucket, call, put together again.
+
+Rules of this file: a request works on one snapshot of settings and revision from start to end; rows are answered in the
+order they came; a replica that dies is tried again once, elsewhere, within the deadline.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batching.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestTooLarge,
+    RevisionUnavailable,
+    TokenServeError,
+    UnknownRevision,
+)
+from deployments.dispatch import BucketPart, Caller, all_or_cancel, call_bucket, cut_by_bucket
+from deployments.revisions import CALL_FAILED, Connect, LiveRevision, RevisionDirectory, ServeConnect
+from deployments.settings import GatewaySettings
+from deployments.tokenization import EncodedInput, TokenIds
+from deployments.wire import InferReply, ReplicaStats
+
+TOKENIZER_THREADS = 2
+"""Tokenisation releases the GIL and uses all cores for a large batch by itself."""
+PROBE_TIMEOUT_S = 3.0
+MAX_INDICES_IN_ERROR = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Whose request it is and what it may use."""
+
+    name: str
+    revisions: tuple[str, ...]
+    """Globs on resolved revisions, such as minilm@*."""
+    batch_group: str
+    """Tenants of one batch group may share a forward."""
+    is_admin: bool = False
+
+    def may_use(self, revision: str) -> bool:
+        """Whether a glob of this tenant covers the revision."""
+        return any(fnmatchcase(revision, pattern) for pattern in self.revisions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferRequest:
+    """One request in the form that every dialect is turned into."""
+
+    tenant: Tenant
+    revision: str
+    """A revision or an alias, as the client wrote it."""
+    inputs: Sequence[str | TokenIds]
+    """Texts get the model's special tokens; ids ([n] int32) are used exactly as given."""
+    params: Sequence[str]
+    """Name of each input in the client's dialect, for errors."""
+    truncate: bool = False
+    """Cut over-long inputs instead of refusing them."""
+    partial: bool = False
+    """Answer good rows although others fail."""
+    timeout_s: float | None = None
+    revision_param: str = "revision"
+    inputs_param: str = "inputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferAnswer:
+    """One outcome per input, in order.
+
+    `values` [N, width] float32, zeros for failed rows; `num_tokens` has N counts, 0 for failed rows; `errors` maps
+    failed rows to their errors and is empty unless the request allowed partial answers.
+    """
+
+    live: LiveRevision
+    values: NDArray[np.float32]
+    num_tokens: Sequence[int]
+    truncated: frozenset[int]
+    errors: Mapping[int, TokenServeError]
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevisionStatus:
+    """Whether a revision answers, and if not, why."""
+
+    revision: str
+    is_ready: bool
+    reason: str | None = None
+
+
+class Ingress:
+    """A plain class; `serve_app` gives it HTTP and makes it a deployment."""
+
+    def __init__(self, connect: Connect | None = None) -> None:
+        self.directory = RevisionDirectory(connect or ServeConnect())
+        self._settings: GatewaySettings | None = None
+        self._pool = ThreadPoolExecutor(max_workers=TOKENIZER_THREADS, thread_name_prefix="tokenize")
+
+    @property
+    def settings(self) -> GatewaySettings:
+        """The settings in force. Raises RuntimeError before the first `reconfigure`: there is nothing to serve."""
+        if self._settings is None:
+            raise RuntimeError("the ingress needs a user_config with `revisions`")
+        return self._settings
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take new revisions, aliases and limits. Raises pydantic.ValidationError and keeps the old ones."""
+        settings = GatewaySettings.model_validate(user_config)
+        self._settings = settings
+        self.directory.configure(settings.revisions)
+
+    async def stop(self) -> None:
+        """End background work."""
+        await self.directory.stop()
+        self._pool.shutdown(wait=False)
+
+    # ---- what the dialects ask -----------------------------------------------------------------------------------
+
+    async def infer(self, request: InferRequest) -> InferAnswer:
+        """Answer `request` within its time.
+
+        Raises UnknownRevision, RevisionUnavailable, InvalidRequest and its kinds, DeadlineExceeded and whatever a row
+        ended in; with `partial`, errors of single rows are in the answer instead.
+        """
+        settings = self.settings
+        timeout_s = settings.default_timeout_s if request.timeout_s is None else request.timeout_s
+        if timeout_s > settings.max_timeout_s:
+            raise InvalidRequest("timeout_ms", f"is above the limit of {round(settings.max_timeout_s * 1000)}")
+        live = self.resolve(request.tenant, request.revision, param=request.revision_param)
+        if len(request.inputs) > settings.max_rows_per_request:
+            raise RequestTooLarge(request.inputs_param, "rows", len(request.inputs), settings.max_rows_per_request)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        caller = Caller(tenant=request.tenant.name, batch_group=request.tenant.batch_group)
+        try:
+            async with asyncio.timeout_at(deadline):
+                rows = await self._encode(request, live)
+                _check(rows, request, max_tokens=settings.max_tokens_per_request)
+                replies = await all_or_cancel(
+                    {part: call_bucket(live, part, caller, deadline=deadline) for part in cut_by_bucket(rows, live)}
+                )
+        except TimeoutError:
+            raise DeadlineExceeded(timeout_s) from None
+        return _assemble(rows, replies, request, live)
+
+    def resolve(self, tenant: Tenant, name: str, *, param: str) -> LiveRevision:
+        """The snapshot behind a revision or alias.
+
+        Raises UnknownRevision, also for what the tenant may not use, and RevisionUnavailable.
+        """
+        settings = self.settings
+        revision = settings.aliases.get(name, name)
+        if revision not in settings.revisions or not tenant.may_use(revision):
+            raise UnknownRevision(param)
+        return self.directory.get(revision)
+
+    def usable(self, tenant: Tenant) -> list[str]:
+        """The revisions that a tenant may use, up or not."""
+        return [revision for revision in self.settings.revisions if tenant.may_use(revision)]
+
+    def aliases_of(self, revision: str) -> list[str]:
+        """The other names of a revision."""
+        return [alias for alias, target in self.settings.aliases.items() if target == revision]
+
+    async def status(self, revisions: Sequence[str]) -> list[RevisionStatus]:
+        """Whether each revision runs a real forward in every bucket right now."""
+        return list(await asyncio.gather(*(self._status(revision) for revision in revisions)))
+
+    async def stats(self, revision: str) -> dict[str, list[ReplicaStats]]:
+        """Counters of a revision per bucket deployment, one entry per replica. Raises RevisionUnavailable."""
+        live = self.directory.get(revision)
+        answers = await asyncio.gather(*(handle.stats() for handle in live.handles))
+        return {bucket.deployment: stats for bucket, stats in zip(live.info.buckets, answers, strict=True)}
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    async def _encode(self, request: InferRequest, live: LiveRevision) -> list[EncodedInput | TokenServeError]:
+        encode = partial(live.encoder.encode, request.inputs, request.params, truncate=request.truncate)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+
+    async def _status(self, revision: str) -> RevisionStatus:
+        try:
+            live = self.directory.get(revision)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await asyncio.gather(*(handle.probe(PROBE_TIMEOUT_S) for handle in live.handles))
+        except CALL_FAILED as error:
+            is_known_down = isinstance(error, RevisionUnavailable)
+            reason = self.directory.reason(revision) if is_known_down else f"probe failed: {type(error).__name__}"
+            return RevisionStatus(revision=revision, is_ready=False, reason=reason)
+        return RevisionStatus(revision=revision, is_ready=True)
+
+
+def _check(rows: Sequence[EncodedInput | TokenServeError], request: InferRequest, *, max_tokens: int) -> None:
+    errors = [row for row in rows if isinstance(row, TokenServeError)]
+    if errors and not request.partial:
+        raise _naming_others(errors)
+    total = sum(len(row.token_ids) for row in rows if isinstance(row, EncodedInput))
+    if total > max_tokens:
+        raise RequestTooLarge(request.inputs_param, "tokens", total, max_tokens)
+
+
+def _naming_others(errors: Sequence[TokenServeError]) -> TokenServeError:
+    first = errors[0]
+    if isinstance(first, InvalidRequest):
+        first.others = tuple(error.param for error in errors[1 : MAX_INDICES_IN_ERROR + 1] if error.param is not None)
+    return first
+
+
+def _assemble(
+    rows: Sequence[EncodedInput | TokenServeError],
+    replies: Mapping[BucketPart, InferReply],
+    request: InferRequest,
+    live: LiveRevision,
+) -> InferAnswer:
+    values = np.zeros((len(rows), live.info.dimension), dtype=np.float32)
+    errors = {index: row for index, row in enumerate(rows) if isinstance(row, TokenServeError)}
+    for part, reply in replies.items():
+        values[list(part.indices)] = reply.values
+        errors.update({part.indices[index]: error for index, error in reply.errors.items()})
+    if errors and not request.partial:
+        raise errors[min(errors)]
+    return InferAnswer(
+        live=live,
+        values=values,
+        num_tokens=[
+            len(row.token_ids) if isinstance(row, EncodedInput) and index not in errors else 0
+            for index, row in enumerate(rows)
+        ],
+        truncated=frozenset(
+            index for index, row in enumerate(rows) if isinstance(row, EncodedInput) and row.is_truncated
+        ),
+        errors=dict(sorted(errors.items())),
+        computed_tokens=sum(reply.computed_tokens for reply in replies.values()),
+    )

@@ -1,0 +1,97 @@
+"""What travels between the ingress and model replicas: flat arrays and plain values, pickled by Ray."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batching.errors import TokenServeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferCall:
+    """Rows of one request for one bucket.
+
+    Shapes: `token_ids` [T] int32, special tokens included; `lengths` [B] int32, adding up to T, each at least 1.
+    """
+
+    token_ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    tenant: str
+    batch_group: str
+    timeout_s: float
+    """Time left when the call was sent; a duration, because clocks of two nodes do not agree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferReply:
+    """One outcome per row of the call.
+
+    `values` [B, width] float32, zeros for a failed row; `errors` maps the index of each failed row to its error;
+    `computed_tokens` is what the model processed for this call: padding of its rows included.
+    """
+
+    values: NDArray[np.float32]
+    errors: dict[int, TokenServeError] = field(default_factory=dict)
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketInfo:
+    """One bucket deployment of a revision and the longest row it takes, in tokens."""
+
+    deployment: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevisionInfo:
+    """All that the ingress needs to know about a revision; asked from the revision's own application."""
+
+    revision: str
+    task: str
+    layout: str
+    dtype: str
+    attention_backend: str
+    dimension: int
+    supports_dimensions: bool
+    """Whether a prefix of the vector is meaningful (Matryoshka)."""
+    vocab_size: int
+    """Rows of the embedding table: token ids are below it."""
+    buckets: tuple[BucketInfo, ...]
+    """In order of their ceilings."""
+    tokenizer_json: str
+    created: int
+    """Unix time at which the model was loaded."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest row that any bucket takes."""
+        return self.buckets[-1].max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantCounts:
+    """Rows of one tenant since the replica started."""
+
+    rows: int = 0
+    """Answered."""
+    tokens: int = 0
+    """Real tokens of the answered rows."""
+    refused: int = 0
+    """Rows turned away at the door."""
+    failed_rows: int = 0
+    """Rows that were accepted and ended in an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """Counters of one replica since it started, and what waits in it now."""
+
+    forwards: int
+    computed_tokens: int
+    charged_tokens: int
+    probe_forwards: int
+    queued_rows: int
+    queued_tokens: int
+    tenants: dict[str, TenantCounts]
