@@ -34,7 +34,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", {**_SMALL, "embedding_size": 16}),
     "xlm-roberta": ("XLMRobertaConfig", {**_ROBERTA, "pad_token_id": 1, "max_position_embeddings": MAX_TOKENS + 2}),
     "roberta-pad-3": ("RobertaConfig", {**_ROBERTA, "pad_token_id": 3, "max_position_embeddings": MAX_TOKENS + 4}),
-    "modernbert": ("ModernBertConfig", {**_SMALL, "local_attention": 8, "global_attn_every_n_layers": 2}),
+    "modernbert": (
+        "ModernBertConfig",
+        {
+            **_SMALL,
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 2),
+        },
+    ),
     "qwen3": ("Qwen3Config", _DECODER),
     "mistral": ("MistralConfig", {**_DECODER, "sliding_window": 5}),
     "gemma2": (

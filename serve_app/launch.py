@@ -1,0 +1,113 @@
+"""`python -m serve_app run FILE`: `serve run` with the checks that a first start needs, and a line when it is ready."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from serve_app.auth import DEMO_KEYS, is_loopback
+from serve_app.check import problems
+
+POLL_S = 1.0
+REMIND_S = 30.0
+READ_TIMEOUT_S = 10.0
+
+
+def run(path: Path) -> int:
+    """Check the file and the port, start `serve run` in the foreground, announce readiness. The exit status."""
+    found = problems(path)
+    if found:
+        print("\n".join([f"{path} cannot be served:", *found]), file=sys.stderr)
+        return 2
+    options = yaml.safe_load(path.read_text(encoding="utf-8")).get("http_options") or {}
+    host, port = str(options.get("host", "0.0.0.0")), int(options.get("port", 8000))
+    if not _is_free(host, port):
+        print(
+            f"port {port} on {host} is in use; Ray would share it in silence. Stop the other server or change "
+            f"`http_options.port` in {path}.",
+            file=sys.stderr,
+        )
+        return 2
+    command = [str(Path(sys.executable).with_name("serve")), "run", str(path)]
+    if "RAY_ADDRESS" not in os.environ:
+        command += ["--address", "local"]  # not whatever cluster was started on this machine last
+    process = subprocess.Popen(command)
+    _forward_signals(process)
+    threading.Thread(target=_announce, args=(process, host, port), daemon=True).start()
+    return process.wait()
+
+
+def _is_free(host: str, port: int) -> bool:
+    # Without SO_REUSEPORT, which Ray's proxies set, binding fails when anyone listens.
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _forward_signals(process: subprocess.Popen[bytes]) -> None:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        # A terminal sends Ctrl-C to the child as well; SIGTERM comes to us alone, and `serve run` cleans up on SIGINT.
+        if signum == signal.SIGTERM and process.poll() is None:
+            process.send_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _announce(process: subprocess.Popen[bytes], host: str, port: int) -> None:
+    base = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    started = reminded = time.monotonic()
+    while process.poll() is None:
+        body = _readiness(base)
+        if body.get("ready") is True:
+            print(_ready_line(base, body, host=host, seconds=time.monotonic() - started), flush=True)
+            return
+        if time.monotonic() - reminded > REMIND_S:
+            reminded = time.monotonic()
+            print(f"not ready after {reminded - started:.0f} s: {json.dumps(body)} (see the log above)", flush=True)
+        time.sleep(POLL_S)
+
+
+def _readiness(base: str) -> dict[str, object]:
+    try:
+        with urllib.request.urlopen(f"{base}/ready", timeout=READ_TIMEOUT_S) as response:
+            body = json.load(response)
+    except urllib.error.HTTPError as error:
+        try:
+            body = json.load(error)
+        except ValueError:
+            return {"status": error.code}
+    except (OSError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _ready_line(base: str, body: dict[str, object], *, host: str, seconds: float) -> str:
+    revisions = body.get("revisions")
+    names = sorted(revisions) if isinstance(revisions, dict) else []
+    key = DEMO_KEYS[0] if is_loopback(host) else "$KEY"
+    request = json.dumps({"revision": names[0] if names else "REVISION", "inputs": ["A first sentence."]})
+    return "\n".join(
+        [
+            "",
+            f"ready after {seconds:.0f} s: {', '.join(names)} at {base}. Try",
+            f"  curl -s {base}/v1/infer -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\",
+            f"    -d '{request}'",
+            "Stop with Ctrl-C.",
+            "",
+        ]
+    )
