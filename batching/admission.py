@@ -25,8 +25,7 @@ def admit(
 ) -> None:
     """Return if all `rows` may be added together, else raise; rows of one request are never split by admission.
 
-    Raises RequestTooLarge when the rows could not be admitted to an empty queue either, GroupLimit, QueueFull and
-    Overloaded otherwise.
+    Raises RequestTooLarge when an empty queue would not take the rows either; GroupLimit, QueueFull, Overloaded else.
     """
     cost = sum(row.cost for row in rows)
     if cost > limits.max_queued_cost:
@@ -49,6 +48,11 @@ def _check_groups(
     added: dict[GroupKey, int] = {}
     for row in rows:
         added[row.key] = added.get(row.key, 0) + 1
+    if len(added) > limits.max_groups:
+        raise RequestTooLarge("inputs", "groups", len(added), limits.max_groups)
+    most_rows = max(added.values(), default=0)
+    if most_rows > limits.max_queued_rows_per_group:
+        raise RequestTooLarge("inputs", "rows of one group", most_rows, limits.max_queued_rows_per_group)
     live = {*queue.groups(), *running}
     if len(live | added.keys()) > max(limits.max_groups, len(live)):
         raise GroupLimit(limits.max_groups, retry_after_s)
@@ -65,7 +69,7 @@ class DrainRate:
 
     def record(self, cost: int, duration_s: float) -> None:
         """Note a finished forward."""
-        if duration_s <= 0:
+        if duration_s <= 0 or cost <= 0:
             return
         sample = cost / duration_s
         self._cost_per_s = sample if self._cost_per_s is None else 0.9 * self._cost_per_s + 0.1 * sample

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from batching.admission import DrainRate, admit
-from batching.errors import DeadlineExceeded, Draining, ForwardFailed, TokenServeError
+from batching.errors import DeadlineExceeded, Draining, ForwardFailed, RequestTooLarge, TokenServeError
 from batching.limits import BatchLimits, QueueLimits
 from batching.plan import Plan, next_batch, ready_at, take
 from batching.queue import GroupKey, Payload, PendingQueue, Row
@@ -104,10 +104,14 @@ class Batcher(Generic[Payload, Value]):
     def submit(self, rows: Sequence[Row[Payload]]) -> list[asyncio.Future[Value]]:
         """Admit all `rows` or none; one future per row, in order. Cancelling a future takes its row out.
 
-        Raises Draining after close, and what `admission.admit` raises.
+        Raises Draining after close, RequestTooLarge for a row above the budget, and what `admission.admit` raises.
         """
         if self._closing:
             raise Draining()
+        most_cost = max((row.cost for row in rows), default=0)
+        if most_cost > self.limits.token_budget:
+            # No batch would ever hold it.
+            raise RequestTooLarge("inputs", "tokens of cost in one row", most_cost, self.limits.token_budget)
         loop = asyncio.get_running_loop()
         self._clock = self._clock or loop
         admit(rows, self._queue, self.queue_limits, running=self._running_groups, retry_after_s=self.retry_after_s())
@@ -125,7 +129,13 @@ class Batcher(Generic[Payload, Value]):
         return futures
 
     def reconfigure(self, limits: BatchLimits, queue_limits: QueueLimits) -> None:
-        """Use other limits from the next decision on; rows that wait stay. The budget must hold what waits."""
+        """Use other limits from the next decision on; rows that wait stay.
+
+        Raises ValueError, and changes nothing, when a row that waits costs more than the new budget.
+        """
+        most_cost = max((row.cost for key in self._queue.groups() for row in self._queue.rows(key)), default=0)
+        if most_cost > limits.token_budget:
+            raise ValueError(f"token_budget: {limits.token_budget} is less than a waiting row costs, {most_cost}")
         self.limits = limits
         self.queue_limits = queue_limits
         if self._futures:
@@ -234,31 +244,35 @@ class Batcher(Generic[Payload, Value]):
 
     async def _run(self, running: _Running[Payload]) -> None:
         assert self._clock is not None, "a running batch has a clock"
+        assert running.task is not None, "and a task"
         plan = running.plan
         try:
             outcomes = await self._outcomes(plan)
             num_failed = sum(isinstance(outcome, TokenServeError) for outcome in outcomes)
             for row, outcome in zip(plan.rows, outcomes, strict=True):
                 self._resolve(row, outcome)
+        except asyncio.CancelledError:
+            if running.task.cancelling():
+                self.abort()  # not from within the forward: the loop is being stopped
+            raise
         finally:
-            # Also when the task itself is cancelled: no caller may be left waiting.
+            # Also when cancelled: no caller may be left waiting.
             for row in plan.rows:
                 self._resolve(row, Draining())
             self._running.discard(running)
             self._running_groups[plan.key] -= 1
             self._running_groups += Counter()  # drops zero counts
-            self._check_idle()
+            self._schedule_dispatch()  # in here, so that whatever goes wrong above or below, those who wait go on
         duration_s = self._clock.time() - running.started
         self._drain_rate.record(plan.cost, duration_s)
         if self._observe is not None:
             self._observe(
                 FinishedForward(plan=plan, started=running.started, duration_s=duration_s, num_failed=num_failed)
             )
-        self._dispatch()
 
     async def _outcomes(self, plan: Plan[Payload]) -> Sequence[Outcome[Value]]:
         try:
-            outcomes = await self._forward(plan.rows)
+            outcomes = list(await self._forward(plan.rows))
         except Exception as error:  # noqa: BLE001 - the one place: whatever a model raises ends its own batch only
             logger.error(
                 "forward failed: revision=%s bucket=%d rows=%d cost=%d error=%s",

@@ -29,7 +29,7 @@ class Row(Generic[Payload]):
     num_tokens: int
     cost: int
     """What it counts against the token budget."""
-    payload: Payload
+    payload: Payload = field(repr=False)
     timeout_s: float | None = None
     """The time that its request was given; None waits for ever."""
     arrived: float = 0.0
@@ -50,32 +50,36 @@ class PendingQueue(Generic[Payload]):
     num_rows: int = 0
     num_tokens: int = 0
     cost: int = 0
-    # Insertion-ordered dicts serve as ordered sets: O(1) to add, cancel and rotate.
-    _groups: dict[GroupKey, dict[Row[Payload], None]] = field(default_factory=dict)
-    _deadlines: list[tuple[float, int, Row[Payload]]] = field(default_factory=list)
-    _added: int = 0
+    # Insertion-ordered dicts serve as ordered sets: O(1) to add, cancel and rotate. Each row has a ticket.
+    _groups: dict[GroupKey, dict[Row[Payload], int]] = field(default_factory=dict)
+    # A heap of (deadline, ticket): it may outlive a row, so it holds no row, and no payload is kept by it.
+    _deadlines: list[tuple[float, int]] = field(default_factory=list)
+    _rows_with_deadline: dict[int, Row[Payload]] = field(default_factory=dict)
+    _tickets: int = 0
 
     def add(self, row: Row[Payload]) -> None:
         """Put `row` at the end of its group."""
-        self._groups.setdefault(row.key, {})[row] = None
+        self._tickets += 1
+        self._groups.setdefault(row.key, {})[row] = self._tickets
         self.num_rows += 1
         self.num_tokens += row.num_tokens
         self.cost += row.cost
         if row.deadline is not None:
-            self._added += 1  # breaks ties, so that rows are never compared
-            heapq.heappush(self._deadlines, (row.deadline, self._added, row))
+            self._rows_with_deadline[self._tickets] = row
+            heapq.heappush(self._deadlines, (row.deadline, self._tickets))
 
     def discard(self, row: Row[Payload]) -> bool:
         """Take `row` out wherever it stands; False if it is not waiting."""
         group = self._groups.get(row.key)
         if group is None or row not in group:
             return False
-        del group[row]
+        self._rows_with_deadline.pop(group.pop(row), None)
         if not group:
             del self._groups[row.key]
         self.num_rows -= 1
         self.num_tokens -= row.num_tokens
         self.cost -= row.cost
+        self._drop_stale_deadlines()
         return True
 
     def rotate(self, key: GroupKey) -> None:
@@ -102,21 +106,21 @@ class PendingQueue(Generic[Payload]):
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a waiting row."""
-        self._drop_stale_deadlines()
+        while self._deadlines and self._deadlines[0][1] not in self._rows_with_deadline:
+            heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def expired(self, now: float) -> list[Row[Payload]]:
-        """Waiting rows whose deadline is at or before `now`, earliest first. They are not removed."""
+        """Waiting rows whose deadline is at or before `now`, earliest first, each once; the caller discards them."""
         rows: list[Row[Payload]] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            row = heapq.heappop(self._deadlines)[2]
-            if row in self._groups.get(row.key, ()):
+            row = self._rows_with_deadline.get(heapq.heappop(self._deadlines)[1])
+            if row is not None:
                 rows.append(row)
         return rows
 
     def _drop_stale_deadlines(self) -> None:
-        while self._deadlines:
-            row = self._deadlines[0][2]
-            if row in self._groups.get(row.key, ()):
-                return
-            heapq.heappop(self._deadlines)
+        # Most rows leave long before their deadline; without this their tickets would pile up until then.
+        if len(self._deadlines) > 2 * len(self._rows_with_deadline) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._rows_with_deadline]
+            heapq.heapify(self._deadlines)

@@ -24,6 +24,7 @@ class ReplicaCounters:
     def __init__(self) -> None:
         self._tenants: dict[str, TenantCounts] = {}
         self._forwards = 0
+        self._shared_forwards = 0
         self._computed_tokens = 0
         self._charged_tokens = 0
         self._probe_forwards = 0
@@ -54,6 +55,7 @@ class ReplicaCounters:
             self._probe_forwards += 1
             return
         self._forwards += 1
+        self._shared_forwards += len({row.tenant for row in finished.plan.rows}) > 1
         self._computed_tokens += computed_tokens
         self._charged_tokens += finished.plan.cost
         self._metrics.forwards.inc(1, tags={"reason": finished.plan.reason})
@@ -70,6 +72,7 @@ class ReplicaCounters:
         """All counts as one value."""
         return ReplicaStats(
             forwards=self._forwards,
+            shared_forwards=self._shared_forwards,
             computed_tokens=self._computed_tokens,
             charged_tokens=self._charged_tokens,
             probe_forwards=self._probe_forwards,

@@ -89,8 +89,12 @@ class ReplicaStats:
     """Counters of one replica since it started, and what waits in it now."""
 
     forwards: int
+    shared_forwards: int
+    """Forwards that held rows of more than one tenant; 0 unless tenants share a batch group."""
     computed_tokens: int
+    """Positions the model processed, padding included."""
     charged_tokens: int
+    """Cost of the batches against the token budget."""
     probe_forwards: int
     queued_rows: int
     queued_tokens: int

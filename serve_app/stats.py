@@ -45,6 +45,7 @@ def _bucket(replicas: Sequence[ReplicaStats]) -> dict[str, object]:
     return {
         "replicas": len(replicas),
         "forwards": sum(replica.forwards for replica in replicas),
+        "shared_forwards": sum(replica.shared_forwards for replica in replicas),
         "rows": total.rows,
         "tokens": total.tokens,
         "computed_tokens": sum(replica.computed_tokens for replica in replicas),

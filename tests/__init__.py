@@ -1,1 +1,1 @@
-"""Tests: one folder per package, one per seed contract; shared fakes in `fakes`, Hypothesis strategies in `strategies`."""
+"""Tests: one folder per package, one per seed contract; shared fakes in `fakes`, strategies in `strategies`."""

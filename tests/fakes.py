@@ -1,9 +1,9 @@
 """Stand-ins for what tests must control: time, the model, the pool. No sleeps, no mocks.
 
-    clock, forward = FakeClock(), FakeForward(held=True)
-    batcher = Batcher(forward, limits=batch_limits(), queue_limits=queue_limits(), clock=clock)
-    futures = batcher.submit(rows([3, 40, 7], tenants="aab"))
-    await settle()                       # everything that can happen now has happened
+clock, forward = FakeClock(), FakeForward(held=True)
+batcher = Batcher(forward, limits=batch_limits(), queue_limits=queue_limits(), clock=clock)
+futures = batcher.submit(rows([3, 40, 7], tenants="aab"))
+await settle()                       # everything that can happen now has happened
 """
 
 import asyncio
@@ -168,14 +168,16 @@ class FakeForward:
     ) -> None:
         self.calls: list[tuple[Row[Any], ...]] = []
         self._fail_on = fail_on or {}
-        self._permits = asyncio.Semaphore(0 if held else 10**9)
+        self._held = held
+        self._permits = asyncio.Semaphore(0)
         self._outcome = outcome
 
     async def __call__(self, batch: Sequence[Row[Any]], /) -> list[Any]:
         """Run one batch."""
         index = len(self.calls)
         self.calls.append(tuple(batch))
-        await self._permits.acquire()
+        if self._held:
+            await self._permits.acquire()
         if index in self._fail_on:
             raise self._fail_on[index]
         return [self._outcome(row) for row in batch]
@@ -184,6 +186,11 @@ class FakeForward:
         """Let the oldest held calls end."""
         for _ in range(num_calls):
             self._permits.release()
+
+    def release_all(self) -> None:
+        """Let all held calls end, and hold none from now on."""
+        self._held = False
+        self.release(len(self.calls))
 
     @property
     def payloads(self) -> list[list[Any]]:

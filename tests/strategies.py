@@ -3,12 +3,11 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from batching.batcher import Batcher
-from batching.errors import TokenServeError
-from batching.limits import BatchLimits
-from batching.queue import GroupKey, Row
 from hypothesis import strategies as st
 
+from batching.batcher import Batcher
+from batching.limits import BatchLimits
+from batching.queue import GroupKey, Row
 from tests.fakes import FakeClock, FakeForward, queue_limits, settle
 
 
@@ -120,7 +119,7 @@ async def play(script: list[Event], batch_limits: BatchLimits) -> History:
             case Finish():
                 forward.release()
         await settle()
-    forward.release(10**6)
+    forward.release_all()
     await batcher.close()
     return history
 
@@ -144,8 +143,3 @@ def _arrive(history: History, event: Arrive) -> None:
         future.add_done_callback(
             lambda done, number=row.payload: history.num_batches_at_exit.setdefault(number, len(history.batches))
         )
-
-
-def is_error(outcome: object) -> bool:
-    """Whether a row ended in a named error."""
-    return isinstance(outcome, TokenServeError)

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+
 from batching.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, DrainRate, admit
 from batching.errors import GroupLimit, Overloaded, QueueFull, RequestTooLarge, TokenServeError
 from batching.queue import GroupKey, PendingQueue
-
 from tests.fakes import queue_limits, rows
 
 
@@ -54,7 +54,10 @@ def test_at_the_limit_is_admitted(case: dict[str, str], limits: dict[str, int]) 
             {"waiting": "a", "new": "b", "running": "c"}, {"max_groups": 2}, GroupLimit(2, 3.0), id="running-counts"
         ),
         pytest.param(
-            {"waiting": "", "new": "abc"}, {"max_groups": 2}, RequestTooLarge("inputs", "groups", 3, 2), id="groups-never"
+            {"waiting": "", "new": "abc"},
+            {"max_groups": 2},
+            RequestTooLarge("inputs", "groups", 3, 2),
+            id="groups-never",
         ),
         pytest.param(
             {"waiting": "", "new": "aaa"},

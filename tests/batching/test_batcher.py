@@ -2,10 +2,14 @@
 
 import asyncio
 import contextvars
+import gc
 import logging
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from batching.batcher import Batcher, FinishedForward
 from batching.errors import (
     DeadlineExceeded,
@@ -17,9 +21,6 @@ from batching.errors import (
     TokenServeError,
 )
 from batching.limits import BatchLimits
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests import strategies
 from tests.fakes import (
     FakeClock,
@@ -275,6 +276,19 @@ async def test_forward_that_is_cancelled_from_within_stops_nothing_else() -> Non
 
 
 @in_loop
+async def test_stopping_loop_ends_everything() -> None:
+    """When the loop cancels a running batch, as `asyncio.run` does at its end, nobody waits on and nothing starts."""
+    others = asyncio.all_tasks()
+    bench = Bench(FakeForward(held=True), max_rows=1)
+    futures = await bench.submit([1, 1])
+    (running,) = asyncio.all_tasks() - others
+    running.cancel()
+    assert kinds(await outcomes(futures)) == ["Draining", "Draining"]
+    await settle()
+    assert (len(bench.forward.calls), asyncio.all_tasks()) == (1, others)
+
+
+@in_loop
 async def test_raising_observer_stops_nothing() -> None:
     """A broken observer is reported by the loop and the next batch runs."""
     reported: list[str] = []
@@ -288,7 +302,7 @@ async def test_raising_observer_stops_nothing() -> None:
     )
     assert await outcomes(batcher.submit(rows([1, 1]))) == [0, 1]
     await batcher.close()
-    await settle()
+    gc.collect()
     assert reported == ["ZeroDivisionError()"] * 2
 
 

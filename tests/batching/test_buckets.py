@@ -1,10 +1,11 @@
 """Length classes and their costs."""
 
 import pytest
-from batching.buckets import Buckets, attention_pairs, padded_tokens, padding_share
-from batching.errors import InputTooLong
 from hypothesis import given
 from hypothesis import strategies as st
+
+from batching.buckets import Buckets, attention_pairs, padded_tokens, padding_share
+from batching.errors import InputTooLong
 
 ceilings = st.sets(st.integers(1, 500), min_size=1, max_size=8).map(lambda chosen: tuple(sorted(chosen)))
 

@@ -7,8 +7,9 @@ import pickle
 import pkgutil
 from collections.abc import Callable, Iterator
 
-import batching
 import pytest
+
+import batching
 from batching.batcher import Batcher
 from batching.buckets import Buckets
 from batching.errors import (
@@ -30,7 +31,6 @@ from batching.errors import (
 )
 from batching.padding import MalformedOutput, collate, unbatch
 from batching.request import TokenRequest
-
 from tests.fakes import FakeClock, FakeForward, batch_limits, outcomes, queue_limits, rows
 
 SAMPLES: list[tuple[TokenServeError, str]] = [

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import pytest
-from batching.limits import BatchLimits, QueueLimits
 
+from batching.limits import BatchLimits, QueueLimits
 from tests.fakes import batch_limits, queue_limits
 
 BATCH_MINIMA = {

@@ -5,9 +5,9 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from batching.packing import check_cu_seqlens, pack, unpack
 from hypothesis import given
 
+from batching.packing import check_cu_seqlens, pack, unpack
 from tests import strategies
 
 

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from batching.padding import MalformedOutput, ModelBatch, collate, unbatch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batching.padding import MalformedOutput, ModelBatch, collate, unbatch
 from tests import strategies
 from tests.fakes import doubled, requests
 

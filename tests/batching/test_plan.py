@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+
 from batching.plan import MAX_LOOK_PAST, next_batch, ready_at, take
 from batching.queue import GroupKey, PendingQueue, Row
-
 from tests.fakes import batch_limits, rows
 
 

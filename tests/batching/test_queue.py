@@ -4,11 +4,11 @@ import gc
 import weakref
 
 import pytest
-from batching.queue import GroupKey, PendingQueue, Row
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batching.queue import GroupKey, PendingQueue, Row
 from tests.fakes import rows
 
 

@@ -3,10 +3,10 @@
 import pickle
 
 import pytest
-from batching.errors import EmptyInput, InvalidRequest, TokenIdOutOfRange
-from batching.request import MAX_TOKEN_ID, TokenPrediction, TokenRequest
 from hypothesis import given
 
+from batching.errors import EmptyInput, InvalidRequest, TokenIdOutOfRange
+from batching.request import MAX_TOKEN_ID, TokenPrediction, TokenRequest
 from tests import strategies
 
 

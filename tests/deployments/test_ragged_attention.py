@@ -19,6 +19,7 @@ from deployments.ragged_attention import (
 )
 
 Case = dict[str, Any]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _MIXED = (3, 1, 1, 9, 4)
 
@@ -39,16 +40,17 @@ def _packed_rows(lengths: tuple[int, ...], backend: Backend = "grouped_sdpa", de
     return PackedRows(_batch(lengths), backend=backend, device=torch.device(device))
 
 
-def _tensors(num_tokens: int, num_heads: int = 4, num_key_heads: int = 4) -> list[torch.Tensor]:
+def _tensors(num_tokens: int, num_heads: int = 4, num_key_heads: int = 4) -> Tensors:
     """Query, key, value as models hand them over: [1, heads, T, 8], views of a [1, T, heads, 8] projection."""
     generator = torch.Generator().manual_seed(3)
-    return [
+    query, key, value = (
         torch.randn(1, num_tokens, heads, 8, generator=generator).transpose(1, 2)
         for heads in (num_heads, num_key_heads, num_key_heads)
-    ]
+    )
+    return query, key, value
 
 
-def _defined(tensors: list[torch.Tensor], lengths: tuple[int, ...], case: Case) -> torch.Tensor:
+def _defined(tensors: Tensors, lengths: tuple[int, ...], case: Case) -> torch.Tensor:
     """Attention as defined, one query of one head of one row at a time, in float64; [1, T, H, 8]."""
     query, key, value = (tensor[0].double() for tensor in tensors)
     result = torch.zeros(query.shape[1], query.shape[0], 8, dtype=torch.float64)
@@ -103,10 +105,10 @@ def test_attends_within_each_row(lengths: tuple[int, ...], num_key_heads: int, c
 )
 def test_window_shows_keys_nearer_than_it(is_causal: bool, visible: set[int]) -> None:
     """A window of 3 shows distances 0 to 2: the key at distance 2 is seen, the one at 3 is not."""
-    tensors = _tensors(10, num_heads=1, num_key_heads=1)
-    tensors[2] = torch.eye(10)[None, None]  # what comes out of token 5 is its weight for each key
+    query, key, _ = _tensors(10, num_heads=1, num_key_heads=1)
+    value = torch.eye(10)[None, None]  # what comes out of token 5 is its weight for each key
     attended, _ = ragged_attention(
-        _Layer(is_causal=is_causal), *tensors, None, packed_rows=_packed_rows((10,)), sliding_window=3
+        _Layer(is_causal=is_causal), query, key, value, None, packed_rows=_packed_rows((10,)), sliding_window=3
     )
     assert set(torch.nonzero(attended[0, 5, 0]).flatten().tolist()) == visible
 
@@ -169,9 +171,9 @@ def test_refuses_a_mask_and_a_rectangle() -> None:
     options: Case = {"packed_rows": _packed_rows((3, 2))}
     with pytest.raises(ValueError, match="no attention mask"):
         ragged_attention(_Layer(is_causal=False), *_tensors(5), torch.ones(1, 5), **options)
+    rectangle = torch.zeros(2, 4, 5, 8)
     with pytest.raises(ValueError, match="one packed row block"):
-        rectangle = [tensor.expand(2, -1, -1, -1) for tensor in _tensors(5)]
-        ragged_attention(_Layer(is_causal=False), *rectangle, None, **options)
+        ragged_attention(_Layer(is_causal=False), rectangle, rectangle, rectangle, None, **options)
     assert no_mask(attention_mask=torch.ones(1, 5)) is None  # type: ignore[func-returns-value]  # the point
 
 
@@ -239,10 +241,10 @@ def test_window_in_the_kernels_words(rule: _Rule, window: tuple[int, int]) -> No
 @pytest.mark.parametrize("num_key_heads", [4, 2])
 def test_calls_varlen_attn_by_its_installed_signature(num_key_heads: int) -> None:
     """On the meta device, torch's real function accepts our arguments and gives one output per token and head."""
-    tensors = [tensor.to("meta") for tensor in _tensors(18, num_key_heads=num_key_heads)]
+    query, key, value = (tensor.to("meta") for tensor in _tensors(18, num_key_heads=num_key_heads))
     packed_rows = _packed_rows(_MIXED, backend="varlen_attn", device="meta")
     attended, _ = ragged_attention(
-        _Layer(is_causal=True), *tensors, None, packed_rows=packed_rows, scaling=0.5, sliding_window=3
+        _Layer(is_causal=True), query, key, value, None, packed_rows=packed_rows, scaling=0.5, sliding_window=3
     )
     assert attended.shape == (1, 18, 4, 8)
 

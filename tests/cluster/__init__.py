@@ -1,0 +1,1 @@
+"""Tests on one real Serve start; `-m "not cluster"` leaves them out."""
