@@ -59,7 +59,8 @@ class ReplicaCounters:
         self._computed_tokens += computed_tokens
         self._charged_tokens += finished.plan.cost
         self._metrics.forwards.inc(1, tags={"reason": finished.plan.reason})
-        self._metrics.computed_tokens.inc(computed_tokens)
+        if computed_tokens:  # none when the forward raised, and a Ray counter refuses to grow by 0
+            self._metrics.computed_tokens.inc(computed_tokens)
         self._metrics.charged_tokens.inc(finished.plan.cost)
         self._metrics.forward_ms.observe(finished.duration_s * 1000)
 

@@ -60,7 +60,7 @@ class InputEncoder:
             return EmptyInput(param, "is empty: it holds no token of its own")
         if len(token_ids) <= self._max_tokens:
             return EncodedInput(token_ids=np.array(token_ids, dtype=np.int32))
-        if not truncate:
+        if not truncate or self._max_tokens <= self._num_special:  # no room for a token of the text
             return InputTooLong(param, len(token_ids), self._max_tokens)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         encoding.truncate(self._max_tokens - self._num_special)

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -41,8 +42,12 @@ def run(path: Path) -> int:
     command = [str(Path(sys.executable).with_name("serve")), "run", str(path)]
     if "RAY_ADDRESS" not in os.environ:
         command += ["--address", "local"]  # not whatever cluster was started on this machine last
-    process = subprocess.Popen(command)
-    _forward_signals(process)
+    # Before the child starts: a background job of a shell ignores SIGINT and would hand that on; handlers it does not.
+    stopping = _Stopping()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, stopping.on_signal)
+    # A process group of its own, so that a terminal's Ctrl-C comes through us, once, and does not break clean-up off.
+    process = stopping.process = subprocess.Popen(command, process_group=0)
     threading.Thread(target=_announce, args=(process, host, port), daemon=True).start()
     return process.wait()
 
@@ -58,14 +63,18 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _forward_signals(process: subprocess.Popen[bytes]) -> None:
-    def stop(signum: int, frame: FrameType | None) -> None:
-        # A terminal sends Ctrl-C to the child as well; SIGTERM comes to us alone, and `serve run` cleans up on SIGINT.
-        if signum == signal.SIGTERM and process.poll() is None:
-            process.send_signal(signal.SIGINT)
+@dataclass(slots=True)
+class _Stopping:
+    """Hands stop signals on: `serve run` takes everything down on SIGINT. A second signal does not wait for that."""
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    process: subprocess.Popen[bytes] | None = None
+    num_signals: int = 0
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.num_signals += 1
+        if self.process is None:
+            raise SystemExit(128 + signum)
+        self.process.send_signal(signal.SIGINT if self.num_signals == 1 else signal.SIGTERM)
 
 
 def _announce(process: subprocess.Popen[bytes], host: str, port: int) -> None:

@@ -73,6 +73,14 @@ def test_equal_deadlines_keep_arrival_order() -> None:
     assert _filled(*added).expired(5.0) == added
 
 
+def test_gone_rows_do_not_expire() -> None:
+    """A row that left before its deadline is not late."""
+    gone, late = rows([1, 2], timeout_s=5.0)
+    queue = _filled(gone, late)
+    queue.discard(gone)
+    assert queue.expired(5.0) == [late]
+
+
 def test_no_deadline_never_expires() -> None:
     """A row without a timeout waits for ever."""
     queue = _filled(*rows([1]))

@@ -106,7 +106,7 @@ async def test_s0_67_short_and_long_of_one_bucket() -> None:
 )
 @in_loop
 async def test_s0_68_every_call_is_inside_all_limits(lengths: list[int], budget: int, max_rows: int) -> None:
-    """S0-68, S0-72, S0-75, ACC-02: rows x ceiling and rows x width fit the budget, rows fit the count, nothing is cut."""
+    """S0-68, S0-72, S0-75, ACC-02: rows x ceiling and rows x width fit the budget, rows the count; nothing is cut."""
     harness = Harness(padded_token_budget=budget, max_rows=max_rows, max_queued_rows_per_group=80)
     cohort = requests(lengths, tenants="ab")
     predictions = await harness.outcomes(cohort)

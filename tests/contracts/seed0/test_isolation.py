@@ -145,9 +145,7 @@ async def test_s0_87_submitters_context_is_not_the_models() -> None:
         return doubled(batch)
 
     variable.set("of the first submitter")
-    harness = Harness(model)
-    await harness.outcomes(requests([1]))
-    await harness.outcomes([])
+    await Harness(model).outcomes(requests([1]))
     assert seen == ["empty"]
 
 

@@ -219,7 +219,7 @@ print([name for name in files if not name.endswith((".py", ".pyc"))])
 
 def test_s0_16_contract_layer_needs_the_standard_library_only() -> None:
     """S0-16, S0-142, ACC-01: without site-packages the contract modules load, with no network and no data file."""
-    probe = [sys.executable, "-I", "-S", "-c", IMPORT_PROBE, str(ROOT)]
+    probe = [sys.executable, "-I", "-S", "-B", "-c", IMPORT_PROBE, str(ROOT)]
     printed = subprocess.run(probe, capture_output=True, text=True, check=True, timeout=60).stdout
     expected = ["batching", "batching.errors", "batching.padding", "batching.request"]
     assert printed.splitlines() == [str(expected), "[]"]

@@ -1,0 +1,197 @@
+"""`python -m benchmarks.serve`: throughput in tokens of real text per second, one table from one run on one machine.
+
+(a) packed forwards in one process, (b) this server over HTTP, (c) plain Ray Serve; see the files of these names. Each
+cell is measured in several windows, and every window has a fresh process or server: all targets take their first
+window, then all their second, so that a machine that slows down or speeds up shows as a spread and not as a ratio.
+Exit status 1 when a request failed or an answer was wrong: a wrong fast server is no result.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, plain_serve
+from benchmarks.in_process import InProcessSpec
+from benchmarks.load import LoadSpec
+from benchmarks.report import CELLS, report
+from benchmarks.server import PROJECT_ROOT, ServerFailed, project_config, request_json, serving
+from benchmarks.table import Window
+from benchmarks.workload import LengthMix, make_workload
+from deployments.model import find_folder
+
+MODEL = "bundled/all-MiniLM-L6-v2"
+REVISION = "minilm"
+TENANT_KEY, ADMIN_KEY = "demo-acme-key", "demo-admin-key"
+SHAPES = {"32x4": (32, 4), "1x64": (1, 64)}
+"""Texts per request and connections."""
+CHILD_EXTRA_S = 400.0
+"""What a measuring process may take besides its windows: loading, the last slow requests, checking."""
+
+Measure = Callable[[int], dict[str, Window]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for on the command line, and where the texts are."""
+
+    seconds: float
+    windows: int
+    warmup_s: float
+    num_texts: int
+    seed: int
+    only: list[str]
+    folder: Path
+
+    @property
+    def window_s(self) -> float:
+        """Length of one of the windows of a cell."""
+        return self.seconds / self.windows
+
+    def first_text(self, window: int) -> int:
+        """Windows begin in different places, so that slow cells do not see the same few texts each time."""
+        return window * self.num_texts // self.windows
+
+
+def main() -> int:
+    """Run what the command line asks for; the exit status."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    with tempfile.TemporaryDirectory(prefix="bench") as name:
+        options = _options(Path(name))
+        for line in [*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]:
+            print(line)
+        print(
+            f"texts     {options.num_texts}, {LengthMix()}, seed {options.seed}; {options.seconds:g} s per cell in "
+            f"{options.windows} windows, each in a fresh process after {options.warmup_s:g} s or more of warm-up",
+            flush=True,
+        )
+        make_workload(find_folder(MODEL), num_texts=options.num_texts, seed=options.seed).save(options.folder)
+        try:
+            windows = _measure_all(options)
+        except ServerFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+    print(f"load      {machine.load_average()} after\n")
+    text, is_good = report(windows)
+    print(text)
+    return 0 if is_good else 1
+
+
+def _options(folder: Path) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured per cell, in all windows together")
+    parser.add_argument("--windows", type=int, default=3, help="windows per cell, each in a fresh process")
+    parser.add_argument("--warmup", type=float, default=3.0, help="seconds of load before each window, at least")
+    parser.add_argument("--texts", type=int, default=1024, help="how many different texts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=list(CELLS), metavar="CELL", help=f"of {', '.join(CELLS)}")
+    given = parser.parse_args()
+    if given.seconds <= 0 or given.windows < 1 or given.texts < max(rows for rows, _ in SHAPES.values()):
+        parser.error("--seconds and --windows must be positive, and --texts at least one large request")
+    return Options(
+        seconds=given.seconds,
+        windows=given.windows,
+        warmup_s=given.warmup,
+        num_texts=given.texts,
+        seed=given.seed,
+        only=given.only or list(CELLS),
+        folder=folder,
+    )
+
+
+def _measure_all(options: Options) -> dict[str, list[Window]]:
+    one_bucket = project_config(buckets=[{"max_tokens": LengthMix().max_tokens}])
+    targets: dict[str, Measure] = {
+        "process": partial(_in_process, options),
+        "server": partial(_over_http, options, "server", project_config()),
+        "one-bucket": partial(_over_http, options, "one-bucket", one_bucket),
+        "plain": partial(_over_http, options, "plain", plain_serve.config(str(find_folder(MODEL)))),
+    }
+    wanted = [target for target in targets if any(cell.startswith(f"{target}-") for cell in options.only)]
+    found: dict[str, list[Window]] = defaultdict(list)
+    for window in range(options.windows):
+        for target in wanted:
+            for cell, result in targets[target](window).items():
+                found[cell].append(result)
+                print(f"window {window + 1}, {cell}: {result.tokens_per_s:,.0f} tokens/s", file=sys.stderr, flush=True)
+    return {cell: found[cell] for cell in CELLS if cell in found}
+
+
+def _in_process(options: Options, window: int) -> dict[str, Window]:
+    spec = InProcessSpec(
+        model=MODEL,
+        max_tokens=LengthMix().max_tokens,
+        workload=str(options.folder),
+        warmup_s=options.warmup_s,
+        window_s=options.window_s,
+        first_text=options.first_text(window),
+    )
+    answer, foreign = _child("benchmarks.in_process", asdict(spec), seconds=2 * (options.warmup_s + options.window_s))
+    cells = {f"process-{name}": Window(**{**fields, "foreign_cpu_share": foreign}) for name, fields in answer.items()}
+    return {cell: result for cell, result in cells.items() if cell in options.only}
+
+
+def _over_http(options: Options, target: str, config: dict[str, Any], window: int) -> dict[str, Window]:
+    results = {}
+    with serving(config) as base:
+        for shape in SHAPES:
+            if f"{target}-{shape}" in options.only:
+                results[f"{target}-{shape}"] = _load(options, target, base, shape=shape, window=window)
+    return results
+
+
+def _load(options: Options, target: str, base: str, *, shape: str, window: int) -> Window:
+    rows_per_request, connections = SHAPES[shape]
+    is_ours = target != "plain"
+    spec = LoadSpec(
+        url=f"{base}/v1/infer",
+        workload=str(options.folder),
+        rows_per_request=rows_per_request,
+        connections=connections,
+        warmup_s=options.warmup_s,
+        window_s=options.window_s,
+        first_text=options.first_text(window),
+        headers={"Content-Type": "application/json", "X-API-Key": TENANT_KEY},
+        fields={"revision": REVISION} if is_ours else {},
+    )
+    before = _forwards_and_rows(base) if is_ours else (0, 0)
+    fields, foreign = _child("benchmarks.load", asdict(spec), seconds=options.warmup_s + options.window_s)
+    fields["foreign_cpu_share"] = foreign
+    if is_ours:
+        forwards, rows = _forwards_and_rows(base)
+        fields["rows_per_forward"] = (rows - before[1]) / max(1, forwards - before[0])
+    return Window(**fields)
+
+
+def _forwards_and_rows(base: str) -> tuple[int, int]:
+    revisions = request_json(f"{base}/v1/stats", key=ADMIN_KEY)["revisions"].values()
+    buckets = [bucket for revision in revisions for bucket in revision.values()]
+    return sum(bucket["forwards"] for bucket in buckets), sum(bucket["rows"] for bucket in buckets)
+
+
+def _child(module: str, spec: dict[str, object], *, seconds: float) -> tuple[dict[str, Any], float]:
+    command: Sequence[str] = [sys.executable, "-m", module]
+    foreign_load = machine.ForeignLoad()
+    done = subprocess.run(
+        command,
+        input=json.dumps(spec),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=PROJECT_ROOT,
+        timeout=seconds + CHILD_EXTRA_S,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer, foreign_load.share()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
