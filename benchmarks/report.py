@@ -50,7 +50,8 @@ def report(windows: Mapping[str, Sequence[Window]]) -> tuple[str, bool]:
         f"{num_wrong} wrong, lowest cosine {lowest:.7f}; {len(errors)} requests failed.",
         *sorted(set(errors))[:5],
     ]
-    return "\n".join(lines), not errors and num_wrong == 0
+    is_good = not errors and num_wrong == 0 and all(window.num_answers for window in everything)
+    return "\n".join(lines), is_good
 
 
 def _row(cell: str, windows: Mapping[str, Sequence[Window]]) -> list[str]:

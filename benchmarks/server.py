@@ -24,6 +24,9 @@ from typing import Any
 import yaml
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
+PORTS = range(20_000, 32_000)
+"""Below those that outgoing connections get."""
+MAX_PROBES = 200
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.25
@@ -48,20 +51,19 @@ class ServerFailed(Exception):
         return f"{self.reason}; its log ends with\n{self.log}"
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on.
+def free_port(candidates: range = PORTS) -> int:
+    """A port of 127.0.0.1 that nobody listens on. Raises OSError when there is none.
 
-    Below the range from which outgoing connections take theirs. Ray's proxies set SO_REUSEPORT and would share a taken
-    port in silence; the probe does not, so it fails then.
+    Ray's proxies set SO_REUSEPORT and would share a taken port in silence; the probe does not, so it fails then.
     """
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 200):
+    for port in random.SystemRandom().sample(candidates, min(len(candidates), MAX_PROBES)):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             return port
-    raise OSError("no free port between 20000 and 32000")
+    raise OSError(f"no free port between {candidates.start} and {candidates.stop}")
 
 
 def project_config(**revision_args: object) -> dict[str, Any]:

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+)
 
 from batching.errors import (
     Draining,
@@ -29,8 +34,8 @@ from deployments.wire import InferCall, InferReply
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-REPLICA_GONE = (RayActorError, ReplicaUnavailableError, TaskCancelledError, Draining)
-"""The replica died, disappeared, dropped the call or is stopping: the rows were not answered and another may."""
+REPLICA_GONE = (RayActorError, ReplicaUnavailableError, TaskCancelledError, ObjectLostError, Draining)
+"""The replica died, disappeared, dropped the call, took its answer along or is stopping: another may answer."""
 
 Result = TypeVar("Result")
 
@@ -110,9 +115,9 @@ async def _call_once(live: LiveRevision, part: BucketPart, caller: Caller, *, de
         raise Overloaded(RETRY_AFTER_S) from error
     except DeploymentUnavailableError as error:
         raise RevisionUnavailable(live.info.revision, RETRY_AFTER_S) from error
-    except RayTaskError as error:
+    except (RayError, RayServeException) as error:
         # An error of ours arrives as a mixture of its class and RayTaskError; the original is what callers want.
-        if isinstance(error.cause, TokenServeError):
+        if isinstance(error, RayTaskError) and isinstance(error.cause, TokenServeError):
             raise error.cause from None
         logger.error("replica failed: revision=%s error=%s", live.info.revision, _name(error))
         raise ForwardFailed(_name(error)) from None

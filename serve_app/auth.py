@@ -158,10 +158,10 @@ def load_tenants(path: Path) -> KeyRing:
     """Read a tenants file. Raises TenantsFileError, OSError."""
     try:
         parsed = TenantsFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
-        raise TenantsFileError(f"{path.name} is not valid YAML: {type(error).__name__}") from None
     except ValidationError as error:
         raise TenantsFileError(f"{path.name}: {_describe(error)}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a date that does not exist
+        raise TenantsFileError(f"{path.name} is not valid YAML: {type(error).__name__}") from None
     tenants: dict[str, Tenant] = {}
     for name, entry in parsed.tenants.items():
         tenant = Tenant(

@@ -27,7 +27,7 @@ def problems(path: Path) -> list[str]:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         return [f"{path}: {error.strerror}"]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a date that does not exist
         return [f"{path}: not valid YAML: {error}"]
     if not isinstance(config, dict):
         return [f"{path}: must be a mapping with the key `applications`"]

@@ -1,7 +1,7 @@
 """Tiny checkpoints with random weights, as sentence-transformers folders, built once per session."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 LAST_TOKEN = {"qwen3", "mistral", "gemma2"}
 
 Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and on a busy machine threads that wait for each other cost seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

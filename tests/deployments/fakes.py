@@ -1,9 +1,9 @@
 """Revisions, buckets and a model that answer at once, hold still or fail, as a test says.
 
-    connect = FakeConnect({"minilm-v1": revision_info()})
-    bucket = connect.fake_bucket("minilm-v1", "tokens-16")
-    bucket.failures.append(ActorDiedError())      # the next call ends in this
-    bucket.hold()                                 # later calls wait for release()
+connect = FakeConnect({"minilm-v1": revision_info()})
+bucket = connect.fake_bucket("minilm-v1", "tokens-16")
+bucket.failures.append(ActorDiedError())      # the next call ends in this
+bucket.hold()                                 # later calls wait for release()
 """
 
 import asyncio
@@ -82,14 +82,14 @@ class Rounds:
 
     def __init__(self) -> None:
         self.naps: list[float] = []
-        self._sleepers: list[asyncio.Future[None]] = []
+        self.sleepers: list[asyncio.Future[None]] = []
         self._changed = asyncio.Event()
 
     async def __call__(self, seconds: float) -> None:
         """Sleep until woken."""
         self.naps.append(seconds)
         sleeper = asyncio.get_running_loop().create_future()
-        self._sleepers.append(sleeper)
+        self.sleepers.append(sleeper)
         self._changed.set()
         await sleeper
 
@@ -102,8 +102,8 @@ class Rounds:
 
     async def next(self) -> None:
         """Wake everyone who sleeps and wait until all of them sleep again."""
-        sleepers = [sleeper for sleeper in self._sleepers if not sleeper.done()]
-        self._sleepers.clear()
+        sleepers = [sleeper for sleeper in self.sleepers if not sleeper.done()]
+        self.sleepers.clear()
         for sleeper in sleepers:
             sleeper.set_result(None)
         await self.ended(len(self.naps) + len(sleepers))
@@ -392,4 +392,6 @@ def infer_call(rows: Sequence[Sequence[int]], **changes: Any) -> InferCall:
 
 def rows_of_lengths(*lengths: int) -> list[list[int]]:
     """Rows of these lengths with ids that tell them apart."""
-    return [[(100 * index + position) % VOCAB_SIZE for position in range(length)] for index, length in enumerate(lengths)]
+    return [
+        [(100 * index + position) % VOCAB_SIZE for position in range(length)] for index, length in enumerate(lengths)
+    ]

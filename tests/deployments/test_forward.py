@@ -33,7 +33,7 @@ def minilm() -> LoadedModel:
 
 
 def _load(folder: Path, layout: Layout) -> LoadedModel:
-    return load_model(ModelSpec(model=str(folder), layout=layout))
+    return load_model(ModelSpec(threads=1, model=str(folder), layout=layout))
 
 
 def _largest_difference(left: NDArray[np.float32], right: NDArray[np.float32]) -> float:
@@ -142,7 +142,7 @@ def test_composition_and_order_do_not_matter(tiny: LoadedModel, lengths: list[in
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_values_are_plain_float32(layout: Layout, checkpoint: Checkpoints, rows: DrawRows) -> None:
     """Values come as contiguous float32 also from a 16-bit model."""
-    model = load_model(ModelSpec(model=str(checkpoint("bert")), layout=layout, dtype="bfloat16"))
+    model = load_model(ModelSpec(threads=1, model=str(checkpoint("bert")), layout=layout, dtype="bfloat16"))
     values = model.forward(rows(4, 9)).values
     assert values.dtype == np.float32
     assert (values.shape, values.flags.c_contiguous) == ((2, 32), True)

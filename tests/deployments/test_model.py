@@ -5,7 +5,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +33,6 @@ def minilm() -> LoadedModel:
 def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     """A BERT checkpoint of the test's own, to be damaged."""
     return Path(shutil.copytree(checkpoint("bert"), tmp_path / "model"))
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def _edit_json(path: Path, **changes: object) -> None:
@@ -86,7 +79,7 @@ def test_tokenizer_neither_pads_nor_cuts(minilm: LoadedModel) -> None:
 )
 def test_longest_row_is_what_the_model_can_read(family: str, max_tokens: int, checkpoint: Checkpoints) -> None:
     """RoBERTa-like tables lose the positions up to the pad position; a row of the longest length runs."""
-    model = load_model(ModelSpec(model=str(checkpoint(family))))
+    model = load_model(ModelSpec(threads=1, model=str(checkpoint(family))))
     assert model.info.max_tokens == max_tokens
     assert np.isfinite(model.forward([np.full(max_tokens, 9, dtype=np.int32)]).values).all()
 
@@ -95,20 +88,23 @@ def test_position_table_limits_a_tokenizer_that_promises_more(checkpoint: Checkp
     """XLM-R with a tokenizer limit of 50 and 50 table rows reads 48 tokens, not 50 (field report BL-047)."""
     folder = Path(shutil.copytree(checkpoint("xlm-roberta"), tmp_path / "model"))
     _edit_json(folder / "tokenizer_config.json", model_max_length=50)
-    assert load_model(ModelSpec(model=str(folder))).info.max_tokens == 48
+    assert load_model(ModelSpec(threads=1, model=str(folder))).info.max_tokens == 48
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 48])
 def test_spec_may_shorten_rows(max_tokens: int, checkpoint: Checkpoints) -> None:
     """`max_tokens` in the spec is the longest row served."""
-    assert load_model(ModelSpec(model=str(checkpoint("bert")), max_tokens=max_tokens)).info.max_tokens == max_tokens
+    assert (
+        load_model(ModelSpec(threads=1, model=str(checkpoint("bert")), max_tokens=max_tokens)).info.max_tokens
+        == max_tokens
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [0, 49])
 def test_spec_may_not_lengthen_rows(max_tokens: int, checkpoint: Checkpoints) -> None:
     """A longest row that the model cannot read is refused with both numbers."""
     with pytest.raises(ModelLoadError, match=rf"max_tokens is {max_tokens}, .* 1 to 48"):
-        load_model(ModelSpec(model=str(checkpoint("bert")), max_tokens=max_tokens))
+        load_model(ModelSpec(threads=1, model=str(checkpoint("bert")), max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 1), (None, len(os.sched_getaffinity(0)))])
@@ -121,12 +117,12 @@ def test_sets_threads(threads: int | None, expected: int, checkpoint: Checkpoint
 @pytest.mark.parametrize("declares", ["card", "config"])
 def test_matryoshka_is_declared(declares: str, folder: Path) -> None:
     """Vectors may be cut short only where the model's card or config says so."""
-    assert not load_model(ModelSpec(model=str(folder))).info.supports_dimensions
+    assert not load_model(ModelSpec(threads=1, model=str(folder))).info.supports_dimensions
     if declares == "card":
         (folder / "README.md").write_text("Trained with MatryoshkaLoss.", encoding="utf-8")
     else:
         _edit_json(folder / "config.json", matryoshka_dimensions=[16, 32])
-    assert load_model(ModelSpec(model=str(folder))).info.supports_dimensions
+    assert load_model(ModelSpec(threads=1, model=str(folder))).info.supports_dimensions
 
 
 def test_values_are_cut_where_the_pipeline_says_so(folder: Path) -> None:
@@ -135,7 +131,7 @@ def test_values_are_cut_where_the_pipeline_says_so(folder: Path) -> None:
     (folder / "config_sentence_transformers.json").write_text(
         json.dumps({"__version__": version, "truncate_dim": 8}), encoding="utf-8"
     )
-    model = load_model(ModelSpec(model=str(folder)))
+    model = load_model(ModelSpec(threads=1, model=str(folder)))
     assert model.info.dimension == 8
     assert model.forward([np.full(3, 9, dtype=np.int32)]).values.shape == (1, 8)
 
@@ -245,7 +241,7 @@ def test_damaged_folders_do_not_load(damage: Callable[[Path], None], message: st
     """Nothing damaged or incomplete becomes a served model, least of all one with random weights."""
     damage(folder)
     with pytest.raises(ModelLoadError, match=message):
-        load_model(ModelSpec(model=str(folder)))
+        load_model(ModelSpec(threads=1, model=str(folder)))
 
 
 def test_heads_that_are_not_served_may_be_in_the_file(folder: Path) -> None:
@@ -256,13 +252,13 @@ def test_heads_that_are_not_served_may_be_in_the_file(folder: Path) -> None:
         del weights["pooler.dense.weight"], weights["pooler.dense.bias"]
 
     _edit_weights(folder, edit)
-    assert load_model(ModelSpec(model=str(folder))).info.dimension == 32
+    assert load_model(ModelSpec(threads=1, model=str(folder))).info.dimension == 32
 
 
 def test_weights_beyond_float16_do_not_load(folder: Path) -> None:
     """A weight above 65504 becomes infinite in float16; the model is refused in that dtype and loads in float32."""
     _edit_weights(folder, lambda weights: weights["embeddings.LayerNorm.weight"].fill_(1e6))
-    spec = ModelSpec(model=str(folder), dtype="float16")
+    spec = ModelSpec(threads=1, model=str(folder), dtype="float16")
     with pytest.raises((ModelLoadError, SelfCheckFailed), match="not finite in float16"):
         load_model(spec)
     assert load_model(replace(spec, dtype="float32")).info.dtype == "float32"
@@ -272,4 +268,4 @@ def test_weights_beyond_float16_do_not_load(folder: Path) -> None:
 def test_says_that_there_is_no_device(folder: Path) -> None:
     """Asking for CUDA where there is none is an error, not a slow replica."""
     with pytest.raises(ModelLoadError, match="sees no CUDA device"):
-        load_model(ModelSpec(model=str(folder), device="cuda"))
+        load_model(ModelSpec(threads=1, model=str(folder), device="cuda"))

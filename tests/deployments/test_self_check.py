@@ -88,8 +88,8 @@ def test_refuses_a_model_that_ignores_the_registered_attention(checkpoint: Check
 def test_load_refuses_it_too_and_serves_it_padded(checkpoint: Checkpoints) -> None:
     """The same model fails to load as `ragged` and loads as `padded`."""
     with pytest.raises(SelfCheckFailed, match="layout: padded"):
-        load_model(ModelSpec(model=str(checkpoint("mpnet"))))
-    model = load_model(ModelSpec(model=str(checkpoint("mpnet")), layout="padded"))
+        load_model(ModelSpec(threads=1, model=str(checkpoint("mpnet"))))
+    model = load_model(ModelSpec(threads=1, model=str(checkpoint("mpnet")), layout="padded"))
     assert model.info.self_check_max_difference <= 1e-5
 
 
