@@ -201,7 +201,8 @@ class Batcher(Generic[Payload, Value]):
                     break
                 self._start(plan, now)
             self._set_timer()
-        self._check_idle()
+        if not self._running and not self._futures:
+            self._idle.set()
 
     def _busy_groups(self) -> set[GroupKey]:
         limit = self.limits.max_concurrent_per_group
@@ -304,11 +305,6 @@ class Batcher(Generic[Payload, Value]):
         if future.cancelled():
             self._futures.pop(row, None)
             self._queue.discard(row)
-            self._check_idle()
-
-    def _check_idle(self) -> None:
-        if not self._running and not self._futures:
-            self._idle.set()
 
 
 def _forward_failed(error: Exception) -> TokenServeError:

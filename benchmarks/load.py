@@ -78,7 +78,8 @@ class LoadGenerator:
         self._spec = spec
         self._bodies = bodies
         self._next = 0
-        self._under_way: set[float] = set()
+        self._num_sent = 0
+        self._under_way: dict[int, float] = {}  # when each began, by its number
         self._is_warm = asyncio.Event()
 
     async def run(self) -> None:
@@ -103,7 +104,7 @@ class LoadGenerator:
         self.end, self.cpu_s = loop.time(), _cpu_s() - cpu_s
 
     async def _keep_sending(self, session: aiohttp.ClientSession) -> None:
-        while self.end == float("inf") or any(started < self.end for started in self._under_way):
+        while self.end == float("inf") or any(started < self.end for started in self._under_way.values()):
             request = self._next % len(self._bodies)
             self._next += 1
             sample = await self._send(session, request)
@@ -116,7 +117,9 @@ class LoadGenerator:
     async def _send(self, session: aiohttp.ClientSession, request: int) -> Sample:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._under_way.add(started)
+        self._num_sent += 1
+        number = self._num_sent
+        self._under_way[number] = started
         answer, error = b"", ""
         try:
             async with session.post(self._spec.url, data=self._bodies[request]) as response:
@@ -126,7 +129,7 @@ class LoadGenerator:
         except (aiohttp.ClientError, TimeoutError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         finally:
-            self._under_way.discard(started)
+            del self._under_way[number]
         return Sample(request=request, started=started, ended=loop.time(), answer=answer, error=error)
 
 

@@ -58,7 +58,7 @@ class RevisionArgs(_Args):
     """What the model is asked for."""
     layout: Layout = "ragged"
     """ragged: rows laid end to end, no padding. padded: a rectangle, for models whose attention cannot be packed."""
-    ceilings: list[PositiveInt] | None = None
+    ceilings: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     """padded only: rows are grouped by these ceilings and each is charged its ceiling. Default: powers of two."""
     dtype: Dtype = "float32"
     """Of weights and arithmetic; answers are float32."""

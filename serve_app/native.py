@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from batching.errors import EmptyInput, InvalidRequest
+from batching.errors import EmptyInput, InvalidRequest, TokenIdOutOfRange
 from batching.request import MAX_TOKEN_ID
 from deployments.ingress import InferAnswer, InferRequest, Tenant
 from deployments.tokenization import TokenIds
@@ -56,14 +56,15 @@ def render(answer: InferAnswer, ids: list[str | None]) -> dict[str, object]:
 
 
 def parse_token_ids(value: list[Any], param: str) -> TokenIds:
-    """Exact ints in int32's range as an array; the vocabulary is checked later. Raises InvalidRequest, EmptyInput."""
-    if not value:
-        raise EmptyInput(param)
+    """Exact ints in int32's range as an array; whether there are any, and in the vocabulary, is checked later.
+
+    Raises InvalidRequest, TokenIdOutOfRange.
+    """
     for index, token_id in enumerate(value):
         if type(token_id) is not int:
             raise InvalidRequest(f"{param}[{index}]", "must be an integer token id")
         if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise InvalidRequest(f"{param}[{index}]", "is not a token id of any vocabulary")
+            raise TokenIdOutOfRange(f"{param}[{index}]", MAX_TOKEN_ID + 1)
     return np.array(value, dtype=np.int32)
 
 

@@ -7,6 +7,7 @@ await settle()                       # everything that can happen now has happen
 """
 
 import asyncio
+import contextvars
 import functools
 import heapq
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -44,6 +45,8 @@ class FakeClock:
         self._now = now
         self._heap: list[tuple[float, int, FakeTimer]] = []
         self._added = 0
+        self.contexts: list[contextvars.Context] = []
+        """The context of each `call_at`."""
 
     def time(self) -> float:
         """Seconds on this clock."""
@@ -52,6 +55,7 @@ class FakeClock:
     def call_at(self, when: float, callback: Callable[[], None], /) -> FakeTimer:
         """Fire `callback` once time is advanced to `when`."""
         timer = FakeTimer(callback)
+        self.contexts.append(contextvars.copy_context())
         self._added += 1
         heapq.heappush(self._heap, (when, self._added, timer))
         return timer

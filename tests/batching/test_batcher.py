@@ -101,7 +101,7 @@ async def test_one_timer_serves_all_rows() -> None:
     await bench.submit([1])
     await bench.submit([1])
     await bench.submit([1], timeout_s=9.0)
-    assert bench.clock.pending() == [1.0]
+    assert (bench.clock.pending(), len(bench.clock.contexts)) == ([1.0], 1)
 
 
 @in_loop
@@ -367,8 +367,37 @@ async def test_caller_context_does_not_reach_the_forward() -> None:
         return [0 for _ in batch]
 
     variable.set("caller")
-    bench = Bench(forward, max_rows=1)
-    assert (await outcomes(await bench.submit([1, 1])), seen) == ([0, 0], ["empty", "empty"])
+    bench = Bench(forward, max_rows=2, max_wait_s=1.0)
+    futures = await bench.submit([1, 1, 1])
+    await advance(bench.clock, 1.0)
+    assert (await outcomes(futures), seen) == ([0, 0, 0], ["empty", "empty"])
+
+
+@in_loop
+async def test_timer_does_not_hold_the_callers_context() -> None:
+    """The timer that a row sets carries none of its caller's variables."""
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    variable.set("caller")
+    bench = Bench(max_wait_s=1.0)
+    await bench.submit([1])
+    assert [variable in context for context in bench.clock.contexts] == [False]
+    await bench.batcher.close()
+
+
+@in_loop
+async def test_result_in_the_turn_of_the_cancellation_is_dropped() -> None:
+    """A caller that leaves in the very turn in which its batch ends disturbs nobody."""
+    futures: list[asyncio.Future[int]] = []
+
+    async def forward(batch: Any) -> Any:
+        futures[0].cancel()
+        return [row.payload for row in batch]
+
+    bench = Bench(forward)
+    futures += bench.batcher.submit(rows([1, 1]))
+    assert kinds(await outcomes(futures)) == ["CancelledError", "int"]
+    await bench.batcher.close()
+    assert [seen.num_failed for seen in bench.seen] == [0]
 
 
 @in_loop
@@ -444,6 +473,8 @@ async def test_abort_ends_everything_now() -> None:
     bench.batcher.abort()
     assert kinds(await outcomes(futures)) == ["Draining", "Draining"]
     assert (bench.batcher.queued_rows, bench.clock.pending()) == (0, [])
+    with pytest.raises(Draining):
+        bench.batcher.submit(rows([1]))
     bench.forward.release()
     await bench.batcher.close()
     assert len(bench.forward.calls) == 1

@@ -47,7 +47,7 @@ class FakeMetrics:
     def __init__(self) -> None:
         self.declared: dict[str, Recorded] = {}
 
-    def Counter(self, name: str, *, tag_keys: tuple[str, ...] = (), **ignored: Any) -> Recorded:  # noqa: N802
+    def Counter(self, name: str, *, tag_keys: tuple[str, ...] = (), **ignored: Any) -> Recorded:
         """Declare."""
         return self.declared.setdefault(name, Recorded(name, tag_keys))
 

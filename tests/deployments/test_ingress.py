@@ -22,7 +22,7 @@ from batching.errors import (
     TokenServeError,
     UnknownRevision,
 )
-from deployments.ingress import PROBE_TIMEOUT_S, Ingress, InferRequest, RevisionStatus, Tenant
+from deployments.ingress import PROBE_TIMEOUT_S, InferRequest, Ingress, RevisionStatus, Tenant
 from tests.deployments.fakes import (
     DIMENSION,
     VOCAB_SIZE,
@@ -122,7 +122,7 @@ async def test_refused_requests_reach_no_bucket(asked: InferRequest, expected: T
         pytest.param(request(*[[1]] * 4), id="rows"),
         pytest.param(request([1] * 50, [1] * 50), id="tokens"),
         pytest.param(request([1] * 64), id="longest row"),
-        pytest.param(request([1], timeout_s=300.0), id="time"),
+        pytest.param(request([1], timeout_s=300.0), id="ms"),
     ],
 )
 @in_skewed_loop
