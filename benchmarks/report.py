@@ -17,6 +17,10 @@ CELLS = {
 }
 """What can be measured, in the order of the table."""
 
+MAX_FOREIGN_SHARE = 0.05
+"""Above this the table says that it is no result: the model's threads wait for one another, so others' work that takes
+a quarter of the CPUs can cost far more than a quarter of the throughput, and not the same in each cell."""
+
 HEADER = [
     "tokens of real text per second",
     "min",
@@ -49,9 +53,20 @@ def report(windows: Mapping[str, Sequence[Window]]) -> tuple[str, bool]:
         f"{sum(window.num_answers for window in everything)} answers compared with sentence-transformers: "
         f"{num_wrong} wrong, lowest cosine {lowest:.7f}; {len(errors)} requests failed.",
         *sorted(set(errors))[:5],
+        *_doubt(everything),
     ]
     is_good = not errors and num_wrong == 0 and all(window.num_answers for window in everything)
     return "\n".join(lines), is_good
+
+
+def _doubt(windows: Sequence[Window]) -> list[str]:
+    disturbed = sum(window.foreign_cpu_share > MAX_FOREIGN_SHARE for window in windows)
+    if not disturbed:
+        return []
+    return [
+        f"NOISY: in {disturbed} of {len(windows)} windows others took more than {MAX_FOREIGN_SHARE:.0%} of the CPUs; "
+        "the ratios compare windows with different disturbance, so run it again on a quiet machine."
+    ]
 
 
 def _row(cell: str, windows: Mapping[str, Sequence[Window]]) -> list[str]:

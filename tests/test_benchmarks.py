@@ -133,6 +133,15 @@ def test_report_refuses(window: Window) -> None:
     assert all(error in text for error in window.errors)
 
 
+def test_report_doubts_a_busy_machine() -> None:
+    """The figures stand, but the table says that others took part."""
+    quiet, _ = report({"process-ids": [_window(foreign_cpu_share=0.01)]})
+    busy, is_good = report({"process-ids": [_window(foreign_cpu_share=0.01), _window(foreign_cpu_share=0.3)]})
+    assert "NOISY" not in quiet
+    assert "NOISY: in 1 of 2 windows" in busy
+    assert is_good
+
+
 def test_free_port() -> None:
     """A port that can be listened on is given, one that somebody shares out already is not."""
     port = free_port()

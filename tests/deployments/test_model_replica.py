@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from tests.deployments.fakes import (
     VOCAB_SIZE,
     FakeModel,
     FakeReplica,
+    current_loop,
     in_skewed_loop,
     infer_call,
     replica,
@@ -282,8 +284,7 @@ async def test_stop_that_takes_too_long_ends_rows_by_name() -> None:
     await model.started()
     stopping = asyncio.create_task(target.stop())
     await settle()
-    loop = asyncio.get_running_loop()
-    await loop.skip(model_replica.STOP_TIMEOUT_S + 1)  # type: ignore[attr-defined]
+    await current_loop().skip(model_replica.STOP_TIMEOUT_S + 1)
     reply = await inside
     await stopping
     model.release()
@@ -315,10 +316,9 @@ async def test_stuck_forward_fails_the_health_check() -> None:
     await target.reconfigure({"stuck_forward_s": 100.0})
     running = asyncio.create_task(target.infer(infer_call([[1]])))
     await model.started()
-    loop = asyncio.get_running_loop()
-    await loop.skip(50)  # type: ignore[attr-defined]
+    await current_loop().skip(50)
     await target.check_health()
-    await loop.skip(51)  # type: ignore[attr-defined]
+    await current_loop().skip(51)
     with pytest.raises(RuntimeError, match="a forward has been running for 10"):
         await target.check_health()
     model.release()
@@ -514,8 +514,10 @@ async def test_describe_answers_once_per_fingerprint() -> None:
 
 
 @in_skewed_loop
-async def test_fingerprint_tells_revisions_apart() -> None:
+async def test_fingerprint_tells_revisions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas of one revision agree although they were started at different times; another revision differs."""
+    starts = itertools.count(1_700_000_000.0, 60.0)
+    monkeypatch.setattr(model_replica.time, "time", lambda: next(starts))
     targets = [replica(FakeModel(), revision=revision) for revision in ("minilm@v1", "minilm@v1", "minilm@v2")]
     one, same, other = [answer[0] for target in targets if (answer := await target.describe())]
     assert one == same != other

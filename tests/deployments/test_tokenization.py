@@ -178,17 +178,12 @@ def test_outcomes_keep_the_order(encoder: InputEncoder) -> None:
 
 def test_bl_055_threads_share_one_encoder(encoder: InputEncoder) -> None:
     """Calls that cut and calls that do not, at once, never disturb each other ("Already borrowed")."""
-    texts = ["the " * 12, "hello", "a b c"]
-    expected = {
-        truncate: [ids(encoder, text, truncate=truncate) for text in [*texts, *(["the " * 50] if truncate else [])]]
-        for truncate in (False, True)
-    }
+    texts = {False: ["the " * 12, "hello", "a b c"], True: ["the " * 50, "hello", "a b c"]}
+    expected = {truncate: [ids(encoder, text, truncate=truncate) for text in texts[truncate]] for truncate in texts}
 
-    def work(number: int) -> bool:
+    def is_right(number: int) -> bool:
         truncate = number % 2 == 0
-        return [ids(encoder, text, truncate=truncate) for text in [*texts, *(["the " * 50] if truncate else [])]] == (
-            expected[truncate]
-        )
+        return [ids(encoder, text, truncate=truncate) for text in texts[truncate]] == expected[truncate]
 
     with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(work, range(400)))
+        assert all(pool.map(is_right, range(400)))

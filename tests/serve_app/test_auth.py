@@ -116,10 +116,17 @@ def test_401_says_how_to_send_a_key(headers: list[tuple[str, str]], server: Serv
     }
 
 
-@pytest.mark.parametrize("value", [b"\xff\xfe", "schlüssel".encode(), b"\xed\xa0\xbd", b"k" * 100_000], ids=repr)
+ANY_BYTES = [
+    pytest.param(b"\xff\xfe", id="no text"),
+    pytest.param("schlüssel".encode(), id="UTF-8"),
+    pytest.param(b"\xed\xa0\xbd", id="a surrogate"),
+    pytest.param(b"k" * 100_000, id="100 kB"),
+]
+
+
+@pytest.mark.parametrize("value", ANY_BYTES)
 def test_keys_of_any_bytes_are_just_unknown(value: bytes, server: Server) -> None:
     """Bytes that are no text, and very long ones, are 401 and no more."""
-    value = value[:100_000]
     (start, _) = server.run(server.asgi({"path": "/v1/models", "headers": [(b"x-api-key", value)]}))
     assert start["status"] == 401
 

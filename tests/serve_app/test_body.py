@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,7 @@ def test_what_is_not_json_is_malformed(path: str, value: str | bytes, server: Se
     body = b'{"revision": "minilm", "%s": %s}' % (FIELD[path].encode(), content)
     error = error_of(server.post_bytes(path, body), 400)
     assert (error["code"], error["param"]) == ("malformed_body", None)
-    assert error["message"].startswith("the request body is not valid JSON (line ")
-    assert "secret" not in error["message"]
+    assert re.fullmatch(r"the request body is not valid JSON \(line \d+, column \d+\)", error["message"])
 
 
 @PATHS

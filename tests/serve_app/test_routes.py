@@ -174,7 +174,7 @@ def test_websockets_are_closed(server: Server) -> None:
     assert message["type"] == "websocket.close"
 
 
-def test_unforeseen_error_says_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unforeseen_error_says_nothing(server: Server) -> None:
     """An error that is not ours is 500 in the one shape, without its text."""
     server.bucket().failures.append(RuntimeError("/srv/secret/file.py [101, 7592]"))
     error = error_of(server.post("/v1/infer", native("the")), 500)
