@@ -70,20 +70,23 @@ class TokenIdOutOfRange(InvalidRequest):
     """A token id below 0 or not below `limit`."""
 
     def __init__(self, param: str, limit: int) -> None:
-        super().__init__(param, f"must be a token id from 0 to {limit - 1}")
+        source = "made by this model's tokenizer; a client that uses another must send text"
+        super().__init__(param, f"must be a token id from 0 to {limit - 1}, {source}")
         self.args = (param, limit)
         self.limit = limit
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request holds `amount` of `unit` (rows, tokens); at most `limit` fit into one request."""
+    """The request holds `amount` of `unit`; `setting`, where one is named, allows at most `limit` in one request."""
 
-    def __init__(self, param: str, unit: str, amount: int, limit: int) -> None:
-        super().__init__(param, f"holds {amount} {unit}; the limit for one request is {limit}")
-        self.args = (param, unit, amount, limit)
+    def __init__(self, param: str, unit: str, amount: int, limit: int, setting: str | None = None) -> None:
+        named = f" (setting {setting})" if setting else ""
+        super().__init__(param, f"holds {amount} {unit}; the limit for one request is {limit}{named}")
+        self.args = (param, unit, amount, limit, setting)
         self.unit = unit
         self.amount = amount
         self.limit = limit
+        self.setting = setting
 
 
 class UnknownRevision(TokenServeError):

@@ -136,7 +136,13 @@ class Ingress:
             raise InvalidRequest("timeout_ms", f"is above the limit of {round(settings.max_timeout_s * 1000)}")
         live = self.resolve(request.tenant, request.revision, param=request.revision_param)
         if len(request.inputs) > settings.max_rows_per_request:
-            raise RequestTooLarge(request.inputs_param, "rows", len(request.inputs), settings.max_rows_per_request)
+            raise RequestTooLarge(
+                request.inputs_param,
+                "rows",
+                len(request.inputs),
+                settings.max_rows_per_request,
+                "max_rows_per_request",
+            )
         deadline = asyncio.get_running_loop().time() + timeout_s
         caller = Caller(tenant=request.tenant.name, batch_group=request.tenant.batch_group)
         try:
@@ -146,9 +152,13 @@ class Ingress:
                 replies = await all_or_cancel(
                     {part: call_bucket(live, part, caller, deadline=deadline) for part in cut_by_bucket(rows, live)}
                 )
-        except TimeoutError:
+        except (TimeoutError, DeadlineExceeded):
+            # A replica knows the time that was left when the call was sent; the client knows the time it gave.
             raise DeadlineExceeded(timeout_s) from None
-        return _assemble(rows, replies, request, live)
+        errors = _errors(rows, replies, timeout_s=timeout_s)
+        if errors and not request.partial:
+            raise errors[min(errors)]
+        return _assemble(rows, replies, errors, live)
 
     def resolve(self, tenant: Tenant, name: str, *, param: str) -> LiveRevision:
         """The snapshot behind a revision or alias.
@@ -203,7 +213,7 @@ def _check(rows: Sequence[EncodedInput | TokenServeError], request: InferRequest
         raise _naming_others(errors)
     total = sum(len(row.token_ids) for row in rows if isinstance(row, EncodedInput))
     if total > max_tokens:
-        raise RequestTooLarge(request.inputs_param, "tokens", total, max_tokens)
+        raise RequestTooLarge(request.inputs_param, "tokens", total, max_tokens, "max_tokens_per_request")
 
 
 def _naming_others(errors: Sequence[TokenServeError]) -> TokenServeError:
@@ -213,19 +223,27 @@ def _naming_others(errors: Sequence[TokenServeError]) -> TokenServeError:
     return first
 
 
+def _errors(
+    rows: Sequence[EncodedInput | TokenServeError], replies: Mapping[BucketPart, InferReply], *, timeout_s: float
+) -> dict[int, TokenServeError]:
+    """What failed, by position in the request."""
+    errors = {index: row for index, row in enumerate(rows) if isinstance(row, TokenServeError)}
+    for part, reply in replies.items():
+        for index, error in reply.errors.items():
+            is_late = isinstance(error, DeadlineExceeded)
+            errors[part.indices[index]] = DeadlineExceeded(timeout_s) if is_late else error
+    return dict(sorted(errors.items()))
+
+
 def _assemble(
     rows: Sequence[EncodedInput | TokenServeError],
     replies: Mapping[BucketPart, InferReply],
-    request: InferRequest,
+    errors: Mapping[int, TokenServeError],
     live: LiveRevision,
 ) -> InferAnswer:
     values = np.zeros((len(rows), live.info.dimension), dtype=np.float32)
-    errors = {index: row for index, row in enumerate(rows) if isinstance(row, TokenServeError)}
     for part, reply in replies.items():
         values[list(part.indices)] = reply.values
-        errors.update({part.indices[index]: error for index, error in reply.errors.items()})
-    if errors and not request.partial:
-        raise errors[min(errors)]
     return InferAnswer(
         live=live,
         values=values,
@@ -236,6 +254,6 @@ def _assemble(
         truncated=frozenset(
             index for index, row in enumerate(rows) if isinstance(row, EncodedInput) and row.is_truncated
         ),
-        errors=dict(sorted(errors.items())),
+        errors=errors,
         computed_tokens=sum(reply.computed_tokens for reply in replies.values()),
     )

@@ -89,7 +89,7 @@ class RevisionDirectory:
         self._applications = dict(applications)
         for revision, application in applications.items():
             if revision not in self._tasks:
-                self._tasks[revision] = asyncio.get_running_loop().create_task(self._refresh(revision, application))
+                self._start(revision, application)
 
     def names(self) -> tuple[str, ...]:
         """The configured revisions."""
@@ -114,7 +114,24 @@ class RevisionDirectory:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _start(self, revision: str, application: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._refresh(revision, application))
+        task.add_done_callback(lambda ended: self._restart(revision, application, ended))
+        self._tasks[revision] = task
+
+    def _restart(self, revision: str, application: str, ended: asyncio.Task[None]) -> None:
+        # Only an error that nobody foresaw ends a refresh, such as a tokenizer file that cannot be read. The revision
+        # would stay as it is for ever, in silence.
+        if ended.cancelled() or self._tasks.get(revision) is not ended:
+            return
+        error = ended.exception()
+        self._reasons[revision] = f"application {application} cannot be used ({type(error).__name__})"
+        logger.error("revision %s: %s", revision, self._reasons[revision])
+        self._start(revision, application)
+
     async def _refresh(self, revision: str, application: str) -> None:
+        if revision in self._reasons:
+            await self.sleep(REFRESH_DOWN_S)
         while True:
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):

@@ -13,11 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batching.errors import TokenServeError
 from deployments.ingress import Tenant
+from serve_app.yaml_file import YamlError, read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,6 @@ class Unauthorized(TokenServeError):
     def detail(self) -> str:
         """Say how to send a key."""
         return "a valid API key is needed: send `Authorization: Bearer KEY` or `X-API-Key: KEY`"
-
-
-class AdminOnly(TokenServeError):
-    """The key is valid but its tenant is not an administrator."""
-
-    @property
-    def detail(self) -> str:
-        """Say what is missing."""
-        return "this needs the key of a tenant with `admin: true`"
 
 
 class TenantsFileError(Exception):
@@ -157,11 +148,11 @@ class TenantStore:
 def load_tenants(path: Path) -> KeyRing:
     """Read a tenants file. Raises TenantsFileError, OSError."""
     try:
-        parsed = TenantsFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        parsed = TenantsFile.model_validate(read_yaml(path))
     except ValidationError as error:
         raise TenantsFileError(f"{path.name}: {_describe(error)}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a date that does not exist
-        raise TenantsFileError(f"{path.name} is not valid YAML: {type(error).__name__}") from None
+    except YamlError as error:
+        raise TenantsFileError(f"{path.name}: {error}") from None
     tenants: dict[str, Tenant] = {}
     for name, entry in parsed.tenants.items():
         tenant = Tenant(

@@ -8,13 +8,13 @@ import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.settings import BucketSettings, GatewaySettings
 from serve_app.auth import TenantsFileError, is_loopback, load_tenants
 from serve_app.config import GatewayArgs, RevisionArgs, find_file
+from serve_app.yaml_file import YamlError, read_yaml
 
 GATEWAY = "serve_app.app:gateway"
 REVISION = "serve_app.app:revision"
@@ -24,11 +24,11 @@ RAY_DEFAULT_HOST = "0.0.0.0"
 def problems(path: Path) -> list[str]:
     """One line per problem, each starting with the path of the key; empty when the file is good."""
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = read_yaml(path)
     except OSError as error:
         return [f"{path}: {error.strerror}"]
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a date that does not exist
-        return [f"{path}: not valid YAML: {error}"]
+    except YamlError as error:
+        return [f"{path}: {error}"]
     if not isinstance(config, dict):
         return [f"{path}: must be a mapping with the key `applications`"]
     found = [*_unknown_keys(ServeDeploySchema, config, "")]

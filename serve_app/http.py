@@ -107,7 +107,8 @@ class HttpIngress(Ingress):
         except Unauthorized as unauthorized:
             return error_response(unauthorized)
         if error.status_code == 405:
-            return error_response(MethodNotAllowed((error.headers or {}).get("Allow", "")))
+            allowed = (error.headers or {}).get("Allow", "")
+            return error_response(MethodNotAllowed(", ".join(sorted(allowed.split(", ")))))
         return error_response(RouteNotFound())
 
     # ---- endpoints -----------------------------------------------------------------------------------------------

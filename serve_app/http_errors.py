@@ -12,7 +12,7 @@ from starlette.responses import Response
 from batching import errors
 from batching.errors import TokenServeError
 from batching.padding import MalformedOutput
-from serve_app.auth import AdminOnly, Unauthorized
+from serve_app.auth import Unauthorized
 
 
 class MalformedBody(TokenServeError):
@@ -109,7 +109,6 @@ ERROR_TABLE: dict[type[TokenServeError], ErrorRow] = {
     errors.TokenIdOutOfRange: ErrorRow(400, "token_id_out_of_range", INVALID),
     errors.RequestTooLarge: ErrorRow(400, "request_too_large", INVALID),
     Unauthorized: ErrorRow(401, "invalid_api_key", "authentication_error"),
-    AdminOnly: ErrorRow(403, "admin_only", "permission_error"),
     errors.UnknownRevision: ErrorRow(404, "revision_not_found", INVALID),
     RouteNotFound: ErrorRow(404, "path_not_found", INVALID),
     MethodNotAllowed: ErrorRow(405, "method_not_allowed", INVALID),

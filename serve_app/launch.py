@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from serve_app.auth import DEMO_KEYS, is_loopback
 from serve_app.check import problems
+from serve_app.yaml_file import read_yaml
 
 POLL_S = 1.0
 REMIND_S = 30.0
@@ -30,7 +29,7 @@ def run(path: Path) -> int:
     if found:
         print("\n".join([f"{path} cannot be served:", *found]), file=sys.stderr)
         return 2
-    options = yaml.safe_load(path.read_text(encoding="utf-8")).get("http_options") or {}
+    options = read_yaml(path).get("http_options") or {}
     host, port = str(options.get("host", "0.0.0.0")), int(options.get("port", 8000))
     if not _is_free(host, port):
         print(

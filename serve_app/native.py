@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from batching.errors import EmptyInput, InvalidRequest, TokenIdOutOfRange
+from batching.errors import EmptyInput, InvalidRequest
 from batching.request import MAX_TOKEN_ID
 from deployments.ingress import InferAnswer, InferRequest, Tenant
 from deployments.tokenization import TokenIds
@@ -56,16 +56,19 @@ def render(answer: InferAnswer, ids: list[str | None]) -> dict[str, object]:
 
 
 def parse_token_ids(value: list[Any], param: str) -> TokenIds:
-    """Exact ints in int32's range as an array; whether there are any, and in the vocabulary, is checked later.
+    """Exact ints as an array [n] int32; whether the model knows them is checked with its vocabulary, row by row.
 
-    Raises InvalidRequest, TokenIdOutOfRange.
+    Integers beyond int32 become ids that no vocabulary has, so that they are refused there and never wrap around.
+    Raises InvalidRequest for anything that is not an int.
     """
     for index, token_id in enumerate(value):
         if type(token_id) is not int:
             raise InvalidRequest(f"{param}[{index}]", "must be an integer token id")
-        if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise TokenIdOutOfRange(f"{param}[{index}]", MAX_TOKEN_ID + 1)
-    return np.array(value, dtype=np.int32)
+    try:
+        wide = np.array(value, dtype=np.int64)
+    except OverflowError:
+        wide = np.array([max(-1, min(token_id, MAX_TOKEN_ID)) for token_id in value], dtype=np.int64)
+    return wide.clip(-1, MAX_TOKEN_ID).astype(np.int32)
 
 
 def _item(value: object, param: str) -> tuple[str | None, str | TokenIds]:

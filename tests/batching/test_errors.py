@@ -38,7 +38,11 @@ SAMPLES: list[tuple[TokenServeError, str]] = [
     (EmptyInput("input"), "`input` is empty"),
     (EmptyInput("input", "holds no rows"), "`input` holds no rows"),
     (InputTooLong("input[2]", 600, 512), "`input[2]` has 600 tokens; the limit is 512"),
-    (TokenIdOutOfRange("input[0][1]", 30522), "`input[0][1]` must be a token id from 0 to 30521"),
+    (
+        TokenIdOutOfRange("input[0][1]", 30522),
+        "`input[0][1]` must be a token id from 0 to 30521, "
+        "made by this model's tokenizer; a client that uses another must send text",
+    ),
     (RequestTooLarge("input", "rows", 99, 64), "`input` holds 99 rows; the limit for one request is 64"),
     (UnknownRevision("model"), "`model` names no revision that this key may use"),
     (RevisionUnavailable("rev-1", 2.0), "revision rev-1 is not up; try again"),

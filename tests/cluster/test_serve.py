@@ -32,7 +32,7 @@ def test_unmodified_openai_client(server: Server, reference: Reference) -> None:
     with openai.OpenAI(api_key="demo-acme-key", base_url=f"{server.url}/v1", max_retries=0) as client:
         by_default = client.embeddings.create(model="minilm", input=TEXTS)
         as_floats = client.embeddings.create(model="minilm@v1", input=TEXTS, encoding_format="float")
-        assert [item.id for item in client.models.list()] == ["minilm@v1"]
+        assert "minilm@v1" in [item.id for item in client.models.list()]
         with pytest.raises(openai.NotFoundError):
             client.embeddings.create(model="other", input="a")
         with pytest.raises(openai.BadRequestError):

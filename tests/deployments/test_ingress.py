@@ -84,6 +84,10 @@ async def error_of(made: Gateway, asked: InferRequest) -> TokenServeError:
     return caught.value
 
 
+TOO_MANY_ROWS = RequestTooLarge("inputs", "rows", 5, 4, "max_rows_per_request")
+TOO_MANY_TOKENS = RequestTooLarge("inputs", "tokens", 101, 100, "max_tokens_per_request")
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -97,8 +101,12 @@ REFUSED = [
     pytest.param(
         request([1], timeout_s=300.5), InvalidRequest("timeout_ms", "is above the limit of 300000"), id="time"
     ),
-    pytest.param(request(*[[1]] * 5), RequestTooLarge("inputs", "rows", 5, 4), id="a row too many"),
-    pytest.param(request([1] * 50, [1] * 51), RequestTooLarge("inputs", "tokens", 101, 100), id="a token too many"),
+    pytest.param(request(*[[1]] * 5), TOO_MANY_ROWS, id="a row too many"),
+    pytest.param(
+        request([1] * 50, [1] * 51),
+        TOO_MANY_TOKENS,
+        id="a token too many",
+    ),
     pytest.param(request([1], []), EmptyInput("inputs[1]"), id="empty"),
     pytest.param(request("the", "  "), EmptyInput("inputs[1]", "is empty: it holds no token of its own"), id="blank"),
     pytest.param(request([1], [1] * 65), InputTooLong("inputs[1]", 65, 64), id="too long"),

@@ -261,3 +261,18 @@ async def test_stop_ends_every_task() -> None:
     await setup.configure({V1: APP, "other@v1": "other"})
     await setup.directory.stop()
     assert all(sleeper.cancelled() for sleeper in setup.rounds.sleepers)
+
+
+@in_skewed_loop
+async def test_an_unforeseen_error_does_not_end_the_refresh() -> None:
+    """A description that cannot be used is reported, and asked for again until it can."""
+    connect = FakeConnect({"minilm-v1": revision_info(tokenizer_json="not a tokenizer")})
+    rounds = Rounds()
+    directory = RevisionDirectory(connect, sleep=rounds)
+    directory.configure({"minilm@v1": "minilm-v1"})
+    await rounds.ended(1)
+    assert "cannot be used" in directory.reason("minilm@v1")
+    connect.applications["minilm-v1"] = revision_info()
+    await rounds.next()
+    assert directory.get("minilm@v1").info.revision == "minilm@v1"
+    await directory.stop()

@@ -39,7 +39,7 @@ def same(found: Sequence[Any], rows: Sequence[Sequence[int]]) -> bool:
 
 # ---- wrong fields ----------------------------------------------------------------------------------------------------
 
-OUT_OF_INT32 = "must be a token id from 0 to 2147483647"
+OUT_OF_INT32 = "must be a token id from 0 to 2999"
 INTEGER = "must be an integer token id"
 KINDS = "must be a string, a list of token ids, or an object with `text` or `token_ids`"
 EXACTLY = "must have exactly one of `text` and `token_ids`, and beside it only `id`"
