@@ -1,4 +1,4 @@
-# make run    install what is needed and serve serve_config.yaml on 127.0.0.1:8000
+# make run    install what is needed and serve serve_config.yaml on 127.0.0.1:8000 (CONFIG=other.yaml)
 # make test   install what is needed and check everything
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CONFIG ?= serve_config.yaml
@@ -29,12 +29,13 @@ clean:
 	rm -rf .venv
 
 .venv/bin/python:
-	$(PYTHON) -m venv .venv
+	@echo "installing into .venv: a few minutes, about 2 GB"
+	@$(PYTHON) -m venv .venv
 
 .venv/installed-run: .venv/bin/python pyproject.toml constraints.txt
-	$(INSTALL) '.[demo]'
+	@$(INSTALL) '.[demo]'
 	@touch $@
 
 .venv/installed-test: .venv/bin/python pyproject.toml constraints.txt
-	$(INSTALL) '.[demo,test]'
+	@$(INSTALL) '.[demo,test]'
 	@touch $@ .venv/installed-run

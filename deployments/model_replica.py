@@ -24,6 +24,7 @@ from batching.limits import BatchLimits
 from batching.padding import MalformedOutput
 from batching.queue import GroupKey, Row
 from deployments.counters import PROBE_TENANT, ReplicaCounters
+from deployments.logs import join_serve_logs
 from deployments.settings import (
     DEFAULT_CPU_TOKEN_BUDGET,
     DEFAULT_GPU_TOKEN_BUDGET,
@@ -119,6 +120,7 @@ class ModelReplica:
 
     def __init__(self, settings: ReplicaSettings, siblings: Sequence[object] = (), model: Model | None = None) -> None:
         # `siblings` are handles of the other buckets: Ray deploys what the root deployment is bound to.
+        join_serve_logs()
         self._settings = settings
         self._model = model or _load(settings)
         self._default_budget = (
@@ -161,6 +163,8 @@ class ModelReplica:
 
     async def __del__(self) -> None:
         """Finish what was accepted. Ray calls this once no more requests are routed here."""
+        if not hasattr(self, "_batcher"):
+            return  # construction failed; its error is the one to see
         try:
             await self._batcher.close(STOP_TIMEOUT_S)
         except TimeoutError:

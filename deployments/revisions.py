@@ -25,6 +25,8 @@ REFRESH_DOWN_S = 0.5
 """How often a revision that is not up is asked."""
 REFRESH_UP_S = 5.0
 """How often a revision that is up is asked whether it changed."""
+DESCRIBE_TIMEOUT_S = 3.0
+"""After this, Serve is asked for the state of the application instead."""
 CALL_TIMEOUT_S = 5.0
 """Longest wait for an answer about a revision; requests have their own deadlines."""
 
@@ -175,6 +177,8 @@ class RevisionDirectory:
         if isinstance(error, ApplicationMissing):
             self._live.pop(revision, None)
             reason = f"application {application} is not deployed"
+        elif isinstance(error, ApplicationNotRunning):
+            reason = f"application {application} is {error.status}"
         if self._reasons.get(revision) != reason:
             logger.warning("revision %s: %s", revision, reason)
         self._reasons[revision] = reason
@@ -184,8 +188,25 @@ class ApplicationMissing(RayServeException):  # type: ignore[misc]  # Ray is not
     """Serve has no application of that name."""
 
 
+class ApplicationNotRunning(RayServeException):  # type: ignore[misc]
+    """Serve knows the application and says that it is DEPLOYING, DEPLOY_FAILED, ..."""
+
+    def __init__(self, application: str, status: str) -> None:
+        super().__init__(application, status)
+        self.application = application
+        self.status = status
+
+
+def _last_line(message: str) -> str:
+    """The error itself: the end of the remote traceback that Serve keeps as the message."""
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "no message")
+
+
 class ServeConnect:
     """`Connect` through Ray Serve handles."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, str] = {}  # logged already, by application
 
     async def describe(self, application: str, known_fingerprint: str | None) -> tuple[str, RevisionInfo] | None:
         """Ask one replica of the application's root deployment."""
@@ -195,8 +216,27 @@ class ServeConnect:
         except RayServeException as error:
             raise ApplicationMissing(application) from error
         response = handle.describe.remote(known_fingerprint)
-        answer: tuple[str, RevisionInfo] | None = await response
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                answer: tuple[str, RevisionInfo] | None = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except TimeoutError:
+            response.cancel()
+            await self._explain(application)
+            raise
         return answer
+
+    async def _explain(self, application: str) -> None:
+        """Raise ApplicationNotRunning with Serve's word for the state, if that is why nobody answered."""
+        overview = (await asyncio.to_thread(serve.status)).applications.get(application)
+        if overview is None or overview.status == "RUNNING":
+            return
+        if overview.status == "DEPLOY_FAILED" and self._failures.get(application) != overview.message:
+            self._failures[application] = overview.message
+            logger.error("application %s failed to deploy: %s", application, _last_line(overview.message))
+        raise ApplicationNotRunning(application, str(overview.status.value))
 
     def bucket(self, application: str, deployment: str) -> BucketHandle:
         """A cached handle."""

@@ -1,10 +1,11 @@
 """`python -m serve_app`: check a config, make keys, start a server."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
-from serve_app.auth import digest_of, new_key
+from serve_app.auth import TENANT_NAME, digest_of, new_key
 from serve_app.check import problems
 from serve_app.launch import run
 
@@ -39,10 +40,15 @@ def _check(config: Path) -> int:
 
 
 def _new_key(tenant: str) -> int:
+    if not re.fullmatch(TENANT_NAME, tenant):
+        print(f"{tenant!r} is no tenant name: letters, digits, '.', '_' and '-', at most 63", file=sys.stderr)
+        return 2
     key = new_key()
-    print(f"key (shown once, give it to {tenant}):\n  {key}\n")
-    print("add to the tenants file; a running server takes it within a second:")
-    print(f'  {tenant}:\n    keys_sha256:\n      - {digest_of(key)}\n    revisions: ["*"]')
+    print(f"key, shown once, for {tenant}:\n  {key}\n")
+    print("For a tenant that the tenants file has already, add this line under its keys_sha256:")
+    print(f"      - {digest_of(key)}\n")
+    print("For a new tenant, add (revisions are globs on what it may use):")
+    print(f'  "{tenant}":\n    keys_sha256:\n      - {digest_of(key)}\n    revisions: ["minilm@*"]')
     return 0
 
 

@@ -22,6 +22,7 @@ from serve_app.yaml_file import YamlError, read_yaml
 logger = logging.getLogger(__name__)
 
 KEY_PREFIX = "rs_"
+TENANT_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 DEMO_KEYS = ("demo-acme-key", "demo-globex-key", "demo-admin-key")
 """Published in the README and therefore worthless: accepted on loopback only."""
 CHECK_INTERVAL_S = 1.0
@@ -75,7 +76,7 @@ class TenantsFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    tenants: Annotated[dict[Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")], TenantEntry], ...]
+    tenants: Annotated[dict[Annotated[str, Field(pattern=f"^{TENANT_NAME}$")], TenantEntry], ...]
 
 
 @dataclass(frozen=True, slots=True)

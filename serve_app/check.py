@@ -18,6 +18,7 @@ from serve_app.yaml_file import YamlError, read_yaml
 
 GATEWAY = "serve_app.app:gateway"
 REVISION = "serve_app.app:revision"
+OURS = "serve_app."
 RAY_DEFAULT_HOST = "0.0.0.0"
 
 
@@ -34,6 +35,7 @@ def problems(path: Path) -> list[str]:
     found = [*_unknown_keys(ServeDeploySchema, config, "")]
     if not found:
         found += _invalid(ServeDeploySchema, config, "")
+    found += _port_problems(config)
     applications = config.get("applications")
     if isinstance(applications, list):
         for index, application in enumerate(applications):
@@ -50,6 +52,8 @@ def _application_problems(application: Mapping[str, object], path: str) -> Itera
         yield from _deployment_problems(application, path, {"Ingress": GatewaySettings})
         if "user_config" not in _deployment(application, "Ingress"):
             yield f"{path}.deployments: the deployment Ingress needs a user_config with `revisions`"
+    elif str(application.get("import_path")).startswith(OURS) and application.get("import_path") != REVISION:
+        yield f"{path}.import_path: {application['import_path']} does not exist; there is {GATEWAY} and {REVISION}"
     elif application.get("import_path") == REVISION:
         invalid = list(_invalid(RevisionArgs, args, f"{path}.args"))
         yield from invalid
@@ -87,30 +91,47 @@ def _budget_problems(application: Mapping[str, object], path: str, name: str, *,
 
 def _cross_problems(config: Mapping[str, object], applications: list[dict[str, object]]) -> Iterator[str]:
     serves = {
-        str(application.get("name")): _mapping(application.get("args")).get("revision")
+        str(application.get("name")): str(_mapping(application.get("args")).get("revision"))
         for application in applications
         if application.get("import_path") == REVISION
     }
-    for application in applications:
-        if application.get("import_path") == GATEWAY:
-            user_config = _mapping(_deployment(application, "Ingress").get("user_config"))
-            for revision, target in _mapping(user_config.get("revisions")).items():
-                if target not in serves:
-                    yield f"user_config.revisions.{revision}: there is no application {target} in this file"
-                elif serves[str(target)] != revision:
-                    yield f"user_config.revisions.{revision}: application {target} serves {serves[str(target)]}"
-            yield from _tenants_problems(config, _mapping(application.get("args")))
+    listed: set[str] = set()
+    gateways = [index for index, application in enumerate(applications) if application.get("import_path") == GATEWAY]
+    for index in gateways:
+        path = f"applications[{index}]"
+        user_config = _mapping(_deployment(applications[index], "Ingress").get("user_config"))
+        for revision, target in _mapping(user_config.get("revisions")).items():
+            listed.add(str(target))
+            where = f"{path}.deployments[Ingress].user_config.revisions.{revision}"
+            if str(target) not in serves:
+                yield f"{where}: there is no revision application {target} in this file"
+            elif serves[str(target)] != revision:
+                yield f"{where}: application {target} serves {serves[str(target)]}"
+        yield from _tenants_problems(config, _mapping(applications[index].get("args")), f"{path}.args.tenants_file")
+    if listed or not gateways:  # a gateway that lists nothing is reported already
+        for name in sorted(serves.keys() - listed):
+            yield f"applications[{name}]: no gateway of this file lists it under `revisions`, so nothing can reach it"
 
 
-def _tenants_problems(config: Mapping[str, object], args: Mapping[str, object]) -> Iterator[str]:
-    host = str(_mapping(config.get("http_options")).get("host", RAY_DEFAULT_HOST))
+def _tenants_problems(config: Mapping[str, object], args: Mapping[str, object], path: str) -> Iterator[str]:
+    if not isinstance(args.get("tenants_file"), str):
+        return  # reported already
     try:
-        ring = load_tenants(find_file(str(args.get("tenants_file"))))
+        ring = load_tenants(find_file(str(args["tenants_file"])))
     except (OSError, TenantsFileError) as error:
-        yield f"args.tenants_file: {error}"
+        yield f"{path}: {error}"
         return
+    options = _mapping(config.get("http_options"))
+    host = str(options.get("host", RAY_DEFAULT_HOST))
     if ring.has_demo_keys() and not is_loopback(host):
-        yield f"http_options.host: {host} is not loopback, and the tenants file contains the published demo keys"
+        source = "" if "host" in options else ", which is Ray's default,"
+        yield f"http_options.host: {host}{source} is not loopback, and {path} holds the published demo keys"
+
+
+def _port_problems(config: Mapping[str, object]) -> Iterator[str]:
+    port = _mapping(config.get("http_options")).get("port", 8000)
+    if isinstance(port, int) and not 1 <= port <= 65535:
+        yield "http_options.port: must be from 1 to 65535"
 
 
 def _unknown_keys(model: type[BaseModel], value: object, path: str) -> Iterator[str]:
@@ -142,7 +163,8 @@ def _invalid(model: type[BaseModel], value: object, path: str) -> Iterator[str]:
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
             location = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
-            yield f"{path}{location}".lstrip(".") + f": {item['msg']}"
+            message = "unknown key" if item["type"] == "extra_forbidden" else item["msg"]
+            yield f"{path}{location}".lstrip(".") + f": {message}"
 
 
 def _deployments(application: Mapping[str, object]) -> list[dict[str, object]]:

@@ -114,6 +114,7 @@ def find_file(path: str) -> Path:
     Raises FileNotFoundError naming what was tried.
     """
     candidates = [Path(path)] if Path(path).is_absolute() else [Path.cwd() / path, PROJECT_ROOT / path]
+    candidates = list(dict.fromkeys(candidates))
     for candidate in candidates:
         if candidate.is_file():
             return candidate

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from batching.errors import RevisionUnavailable, TokenServeError
 from deployments.ingress import Ingress, RevisionStatus, Tenant
 from deployments.listen import listen_host
+from deployments.logs import join_serve_logs
 from deployments.revisions import Connect
 from serve_app import native, openai
 from serve_app.auth import TenantStore, Unauthorized, key_of
@@ -49,6 +50,7 @@ class HttpIngress(Ingress):
     """The gateway's deployment: one `Ingress` with keys and routes. `serve_app.app` makes it a deployment."""
 
     def __init__(self, args: GatewayArgs, connect: Connect | None = None, host: str | None = None) -> None:
+        join_serve_logs()
         super().__init__(connect)
         self._args = args
         self._tenants = TenantStore(path=find_file(args.tenants_file), host=listen_host() if host is None else host)

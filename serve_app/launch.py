@@ -1,15 +1,19 @@
 """`python -m serve_app run FILE`: `serve run` with the checks that a first start needs, and a line when it is ready."""
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,13 +35,18 @@ def run(path: Path) -> int:
         return 2
     options = read_yaml(path).get("http_options") or {}
     host, port = str(options.get("host", "0.0.0.0")), int(options.get("port", 8000))
-    if not _is_free(host, port):
-        print(
-            f"port {port} on {host} is in use; Ray would share it in silence. Stop the other server or change "
-            f"`http_options.port` in {path}.",
-            file=sys.stderr,
-        )
-        return 2
+    with _held(port) as is_held:
+        if not is_held or not _is_free(host, port):
+            print(
+                f"port {port} on {host} is in use; Ray would share it in silence. Stop the other server or change "
+                f"`http_options.port` in {path}.",
+                file=sys.stderr,
+            )
+            return 2
+        return _serve(path, host, port)
+
+
+def _serve(path: Path, host: str, port: int) -> int:
     command = [str(Path(sys.executable).with_name("serve")), "run", str(path)]
     if "RAY_ADDRESS" not in os.environ:
         command += ["--address", "local"]  # not whatever cluster was started on this machine last
@@ -48,7 +57,22 @@ def run(path: Path) -> int:
     # A process group of its own, so that a terminal's Ctrl-C comes through us, once, and does not break clean-up off.
     process = stopping.process = subprocess.Popen(command, process_group=0)
     threading.Thread(target=_announce, args=(process, host, port), daemon=True).start()
-    return process.wait()
+    status = process.wait()
+    print("stopped", flush=True)
+    return 0 if stopping.num_signals else status
+
+
+@contextmanager
+def _held(port: int) -> Iterator[bool]:
+    """Hold an exclusive lock on the port, or yield False: between probing it and Ray's bind, seconds pass."""
+    path = Path(tempfile.gettempdir()) / f"raggedserve-{os.getuid()}-{port}.lock"
+    with path.open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -86,7 +110,7 @@ def _announce(process: subprocess.Popen[bytes], host: str, port: int) -> None:
             return
         if time.monotonic() - reminded > REMIND_S:
             reminded = time.monotonic()
-            print(f"not ready after {reminded - started:.0f} s: {json.dumps(body)} (see the log above)", flush=True)
+            print(f"still starting after {reminded - started:.0f} s: {_reasons(body)}", flush=True)
         time.sleep(POLL_S)
 
 
@@ -102,6 +126,14 @@ def _readiness(base: str) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def _reasons(body: dict[str, object]) -> str:
+    revisions = body.get("revisions")
+    if not isinstance(revisions, dict):
+        return "the gateway does not answer yet"
+    reasons = [f"{name}: {state.get('reason')}" for name, state in revisions.items() if not state.get("ready")]
+    return "; ".join(reasons) or "the gateway has no revisions"
 
 
 def _ready_line(base: str, body: dict[str, object], *, host: str, seconds: float) -> str:

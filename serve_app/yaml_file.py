@@ -12,10 +12,12 @@ class YamlError(Exception):
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) != len(node.value) and not any(key.value == "<<" for key, _ in node.value):
-            raise YamlError(f"line {node.start_mark.line + 1}: a key stands twice in the mapping that starts here")
-        return mapping
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise YamlError(f"line {key.start_mark.line + 1}: this key stands in the same mapping twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 def read_yaml(path: Path) -> Any:

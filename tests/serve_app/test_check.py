@@ -60,6 +60,7 @@ def bucket(**more: Any) -> list[dict[str, Any]]:
 
 
 RAY = "unknown key, which Ray would ignore"
+REVISIONS = "applications[0].deployments[Ingress].user_config.revisions"
 BAD = [
     pytest.param(lambda c: c.update(http_option={}), f"http_option: {RAY}", id="unknown key at the top"),
     pytest.param(lambda c: c["http_options"].update(prt=1), f"http_options.prt: {RAY}", id="unknown HTTP option"),
@@ -89,12 +90,12 @@ BAD = [
     pytest.param(lambda c: c.pop("applications"), "applications: Field required", id="no applications"),
     pytest.param(
         lambda c: gateway(c)["args"].update(tenant_file="x"),
-        "applications[0].args.tenant_file: Extra inputs are not permitted",
+        "applications[0].args.tenant_file: unknown key",
         id="unknown gateway argument",
     ),
     pytest.param(
         lambda c: ingress(c)["user_config"].update(alias={}),
-        "applications[0].deployments[0].user_config.alias: Extra inputs are not permitted",
+        "applications[0].deployments[0].user_config.alias: unknown key",
         id="unknown setting of the ingress",
     ),
     pytest.param(
@@ -114,7 +115,7 @@ BAD = [
     ),
     pytest.param(
         lambda c: revision(c)["args"]["buckets"][0].update(max_token=1),
-        "applications[1].args.buckets[0].max_token: Extra inputs are not permitted",
+        "applications[1].args.buckets[0].max_token: unknown key",
         id="unknown key in a bucket",
     ),
     pytest.param(
@@ -134,7 +135,7 @@ BAD = [
     ),
     pytest.param(
         lambda c: revision(c).update(deployments=bucket(user_config={"max_row": 1})),
-        "applications[1].deployments[0].user_config.max_row: Extra inputs are not permitted",
+        "applications[1].deployments[0].user_config.max_row: unknown key",
         id="unknown setting of a bucket",
     ),
     pytest.param(
@@ -144,28 +145,38 @@ BAD = [
     ),
     pytest.param(
         lambda c: ingress(c)["user_config"]["revisions"].update({"x@v1": "x"}),
-        "user_config.revisions.x@v1: there is no application x in this file",
+        f"{REVISIONS}.x@v1: there is no revision application x in this file",
         id="a revision without its application",
     ),
     pytest.param(
         lambda c: revision(c)["args"].update(revision="minilm@v2"),
-        "user_config.revisions.minilm@v1: application minilm-v1 serves minilm@v2",
+        f"{REVISIONS}.minilm@v1: application minilm-v1 serves minilm@v2",
         id="an application that serves another revision",
     ),
     pytest.param(
         lambda c: gateway(c)["args"].update(tenants_file="nothing.yaml"),
-        r"args\.tenants_file: no such file: .*nothing\.yaml",
+        r"applications\[0\]\.args\.tenants_file: no such file: .*nothing\.yaml",
         id="no tenants file",
     ),
     pytest.param(
         lambda c: c["http_options"].update(host="0.0.0.0"),
-        "http_options.host: 0.0.0.0 is not loopback, and the tenants file contains the published demo keys",
+        r"http_options\.host: 0\.0\.0\.0 is not loopback, .*args\.tenants_file holds the published demo keys",
         id="demo keys on all interfaces",
     ),
     pytest.param(
         lambda c: c.pop("http_options"),
-        "http_options.host: 0.0.0.0 is not loopback, and the tenants file contains the published demo keys",
+        r"http_options\.host: 0\.0\.0\.0, which is Ray's default, is not loopback, .*published demo keys",
         id="demo keys on Ray's default host",
+    ),
+    pytest.param(
+        lambda c: c.update(applications=[revision(c)]),
+        "applications[minilm-v1]: no gateway of this file lists it under `revisions`, so nothing can reach it",
+        id="a revision without a gateway",
+    ),
+    pytest.param(
+        lambda c: c["http_options"].update(port=70000),
+        "http_options.port: must be from 1 to 65535",
+        id="a port that is none",
     ),
 ]
 
@@ -180,7 +191,7 @@ def test_bad_config(change: Change, expected: str, tmp_path: Path) -> None:
 SEVERAL = [
     pytest.param(
         lambda c: gateway(c).update(args="tenants.demo.yaml"),
-        {"applications[0].args", "args.tenants_file"},
+        {"applications[0].args"},
         id="args as text",
     ),
     pytest.param(
@@ -192,6 +203,11 @@ SEVERAL = [
         lambda c: revision(c).pop("route_prefix"),
         {"applications", "applications[1].route_prefix"},
         id="a revision with Ray's default route",
+    ),
+    pytest.param(
+        lambda c: revision(c).update(import_path="serve_app.app:revison"),
+        {"applications[1].import_path", f"{REVISIONS}.minilm@v1"},
+        id="a misspelt import path",
     ),
 ]
 
@@ -227,7 +243,6 @@ GOOD: list[Any] = [
         id="budget of exactly the bucket",
     ),
     pytest.param(lambda c: revision(c)["args"].update(layout="padded", ceilings=[16, 64, 256]), id="padded"),
-    pytest.param(lambda c: c.update(applications=[revision(c)]), id="a revision without a gateway"),
 ]
 
 
@@ -254,7 +269,7 @@ def test_bad_tenants_file_is_a_problem(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.yaml"
     write_tenants(tenants, {"acme": {"keys_sha256": ["rs_secret"], "revisions": ["*"]}})
     (found,) = problems(write(tmp_path, changed(lambda c: gateway(c)["args"].update(tenants_file=str(tenants)))))
-    assert found.startswith("args.tenants_file: tenants.yaml: tenants.acme.keys_sha256.0:")
+    assert found.startswith("applications[0].args.tenants_file: tenants.yaml: tenants.acme.keys_sha256.0:")
     assert "rs_secret" not in found
 
 
@@ -325,13 +340,20 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 def test_new_key_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `keys new` prints, pasted into a tenants file, lets the printed key in and holds no key."""
     assert main(["keys", "new", "acme"]) == 0
-    before, _, lines = capsys.readouterr().out.partition("add to the tenants file")
+    before, _, lines = capsys.readouterr().out.partition("For a new tenant")
     key = next(word for word in before.split() if word.startswith("rs_"))
     path = tmp_path / "tenants.yaml"
     path.write_text("tenants:\n" + lines.partition("\n")[2], encoding="utf-8")
     tenant = load_tenants(path).authenticate(key)
-    assert (tenant.name, tenant.may_use("anything@v1"), tenant.is_admin) == ("acme", True, False)
+    assert (tenant.name, tenant.may_use("minilm@v1"), tenant.is_admin) == ("acme", True, False)
     assert key not in lines
+
+
+@pytest.mark.parametrize("tenant", ["", "a b", "x: y", "\u00dcn\u00ef", "-a", "a" * 64])
+def test_new_key_for_a_name_that_is_none(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that the tenants file would refuse gets no key."""
+    assert main(["keys", "new", "--", tenant]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_new_keys_differ(capsys: pytest.CaptureFixture[str]) -> None:
