@@ -57,11 +57,16 @@ class EmptyInput(InvalidRequest):
 
 
 class InputTooLong(InvalidRequest):
-    """A row of `num_tokens` tokens, special tokens included, where at most `limit` are allowed."""
+    """A row of `num_tokens` tokens, special tokens included, where at most `limit` are allowed.
 
-    def __init__(self, param: str, num_tokens: int, limit: int) -> None:
-        super().__init__(param, f"has {num_tokens} tokens; the limit is {limit}")
-        self.args = (param, num_tokens, limit)
+    `is_lower_bound`: the row was not read to its end, and has more.
+    """
+
+    def __init__(self, param: str, num_tokens: int, limit: int, is_lower_bound: bool = False) -> None:
+        more_than = "more than " if is_lower_bound else ""
+        super().__init__(param, f"has {more_than}{num_tokens} tokens; the limit is {limit}")
+        self.args = (param, num_tokens, limit, is_lower_bound)
+        self.is_lower_bound = is_lower_bound
         self.num_tokens = num_tokens
         self.limit = limit
 
@@ -167,7 +172,7 @@ class DeadlineExceeded(TokenServeError):
     @property
     def detail(self) -> str:
         """Name the limit that applied to this request."""
-        return f"no answer within the {round(self.timeout_s * 1000)} ms that this request was given"
+        return f"no answer within the {self.timeout_s * 1000:g} ms that this request was given"
 
 
 class Draining(TokenServeError):

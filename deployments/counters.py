@@ -43,6 +43,12 @@ class ReplicaCounters:
             self._add(tenant, refused=rows)
             self._metrics.refused.inc(rows)
 
+    def abandoned(self, tenant: str, *, rows: int) -> None:
+        """Accepted rows whose caller left before the answer, deadlines of the ingress included."""
+        if tenant != PROBE_TENANT:
+            self._add(tenant, failed_rows=rows)
+            self._metrics.failed_rows.inc(rows, tags={"error": "CallerLeft"})
+
     def failed(self, tenant: str, error: TokenServeError) -> None:
         """One accepted row that ended in `error`."""
         if tenant != PROBE_TENANT:

@@ -108,7 +108,7 @@ async def _call_once(live: LiveRevision, part: BucketPart, caller: Caller, *, de
         timeout_s=max(deadline - asyncio.get_running_loop().time(), 0.001),
     )
     try:
-        return await live.handles[part.bucket].infer(call)
+        reply = await live.handles[part.bucket].infer(call)
     except REPLICA_GONE:
         raise
     except BackPressureError as error:
@@ -121,6 +121,9 @@ async def _call_once(live: LiveRevision, part: BucketPart, caller: Caller, *, de
             raise error.cause from None
         logger.error("replica failed: revision=%s error=%s", live.info.revision, _name(error))
         raise ForwardFailed(_name(error)) from None
+    if reply.refusal is not None:
+        raise reply.refusal
+    return reply
 
 
 def _name(error: BaseException) -> str:

@@ -5,7 +5,7 @@ order they came; a replica that dies is tried again once, elsewhere, within the 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,7 +31,11 @@ from deployments.wire import InferReply, ReplicaStats
 
 TOKENIZER_THREADS = 2
 """Tokenisation releases the GIL and uses all cores for a large batch by itself."""
+MAX_PIECE_CHARS = 65_536
+"""Text that is tokenised in one go: some tens of milliseconds of a core."""
 PROBE_TIMEOUT_S = 3.0
+FIRST_ANSWERS_TIMEOUT_S = 4.0
+"""How long a fresh ingress holds requests back to learn of revisions that are up already."""
 MAX_INDICES_IN_ERROR = 20
 
 
@@ -114,8 +118,12 @@ class Ingress:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new revisions, aliases and limits. Raises pydantic.ValidationError and keeps the old ones."""
         settings = GatewaySettings.model_validate(user_config)
+        is_first = self._settings is None
         self._settings = settings
         self.directory.configure(settings.revisions)
+        if is_first:
+            # Ray sends requests here once this returns; a restarted ingress must not refuse what others would serve.
+            await self.directory.first_answers(FIRST_ANSWERS_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End background work."""
@@ -192,8 +200,17 @@ class Ingress:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     async def _encode(self, request: InferRequest, live: LiveRevision) -> list[EncodedInput | TokenServeError]:
-        encode = partial(live.encoder.encode, request.inputs, request.params, truncate=request.truncate)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        # Piece by piece, so that a large request shares the threads with others, and stops when its time is over.
+        rows: list[EncodedInput | TokenServeError] = []
+        for start, end in _pieces(request.inputs):
+            encode = partial(
+                live.encoder.encode,
+                request.inputs[start:end],
+                request.params[start:end],
+                truncate=request.truncate,
+            )
+            rows += await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        return rows
 
     async def _status(self, revision: str) -> RevisionStatus:
         try:
@@ -205,6 +222,18 @@ class Ingress:
             reason = self.directory.reason(revision) if is_known_down else f"probe failed: {type(error).__name__}"
             return RevisionStatus(revision=revision, is_ready=False, reason=reason)
         return RevisionStatus(revision=revision, is_ready=True)
+
+
+def _pieces(inputs: Sequence[str | TokenIds]) -> Iterator[tuple[int, int]]:
+    """Cut the inputs into ranges of about MAX_PIECE_CHARS characters (or ids)."""
+    start = size = 0
+    for index, value in enumerate(inputs):
+        size += len(value)
+        if size >= MAX_PIECE_CHARS:
+            yield start, index + 1
+            start, size = index + 1, 0
+    if start < len(inputs):
+        yield start, len(inputs)
 
 
 def _check(rows: Sequence[EncodedInput | TokenServeError], request: InferRequest, *, max_tokens: int) -> None:

@@ -174,24 +174,28 @@ class ModelReplica:
     # ---- called by the ingress -----------------------------------------------------------------------------------
 
     async def infer(self, call: InferCall) -> InferReply:
-        """Run the rows of `call`; one outcome each, in order.
+        """Run the rows of `call`; one outcome each, in order, or a refusal of all.
 
-        Raises what `Batcher.submit` raises, and TokenIdOutOfRange, InputTooLong or EmptyInput when the ingress let
-        such a row through: nothing outside the vocabulary may reach an embedding table.
+        Refused is what `Batcher.submit` refuses, and ids or lengths that the ingress should not have let through:
+        nothing outside the vocabulary may reach an embedding table.
         """
-        rows = self._rows(call)
         try:
+            rows = self._rows(call)
             futures = self._batcher.submit(rows)
-        except TokenServeError:
-            self._counters.refused(call.tenant, rows=len(rows))
-            raise
+        except TokenServeError as error:
+            if len(call.lengths):
+                self._counters.refused(call.tenant, rows=len(call.lengths))
+            return InferReply(values=np.zeros((0, self._model.info.dimension), dtype=np.float32), refusal=error)
         self._update_gauges()
         try:
             await asyncio.wait(futures)
-        finally:
-            # The caller left: its rows must not run.
+        except asyncio.CancelledError:
+            # The caller left, or its time is over: its rows must not run, and nobody gets what has been computed.
             for future in futures:
                 future.cancel()
+            self._counters.abandoned(call.tenant, rows=len(rows))
+            raise
+        finally:
             self._update_gauges()
         return self._reply(rows, futures)
 
@@ -212,8 +216,9 @@ class ModelReplica:
             timeout_s=timeout_s,
         )
         reply = await self.infer(call)
-        for error in reply.errors.values():
-            raise error
+        for error in (*reply.errors.values(), reply.refusal):
+            if error is not None:
+                raise error
 
     async def stats(self) -> ReplicaStats:
         """Counters of this replica."""

@@ -5,6 +5,7 @@ again and again, so that an application that comes, goes or changes is noticed w
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,18 +81,27 @@ class RevisionDirectory:
     _live: dict[str, LiveRevision] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _asked: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def configure(self, applications: Mapping[str, str]) -> None:
         """Serve exactly these revisions (revision to application) from now on."""
         for revision, application in list(self._applications.items()):
             if applications.get(revision) != application:
                 self._tasks.pop(revision).cancel()
+                self._asked.pop(revision, None)
                 self._live.pop(revision, None)
                 self._reasons.pop(revision, None)
         self._applications = dict(applications)
         for revision, application in applications.items():
             if revision not in self._tasks:
                 self._start(revision, application)
+
+    async def first_answers(self, timeout_s: float) -> None:
+        """Return when every revision has been asked once, whatever came of it, or after `timeout_s`."""
+        asked = [event.wait() for event in self._asked.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*asked)
 
     def names(self) -> tuple[str, ...]:
         """The configured revisions."""
@@ -117,6 +127,7 @@ class RevisionDirectory:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, revision: str, application: str) -> None:
+        self._asked.setdefault(revision, asyncio.Event())
         task = asyncio.get_running_loop().create_task(self._refresh(revision, application))
         task.add_done_callback(lambda ended: self._restart(revision, application, ended))
         self._tasks[revision] = task
@@ -140,6 +151,7 @@ class RevisionDirectory:
                     await self._refresh_once(revision, application)
             except CALL_FAILED as error:
                 self._lost(revision, application, error)
+            self._asked[revision].set()
             await self.sleep(REFRESH_UP_S if revision in self._live else REFRESH_DOWN_S)
 
     async def _refresh_once(self, revision: str, application: str) -> None:

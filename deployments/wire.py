@@ -28,10 +28,12 @@ class InferReply:
     """One outcome per row of the call.
 
     `values` [B, width] float32, zeros for a failed row; `errors` maps the index of each failed row to its error;
-    `computed_tokens` is what the model processed for this call: padding of its rows included.
+    `computed_tokens` is what the model processed for it, padding of its rows included. A call that was refused as
+    a whole carries `refusal` and no values: raised across Ray, each refusal would write a traceback into the log.
     """
 
     values: NDArray[np.float32]
+    refusal: TokenServeError | None = None
     errors: dict[int, TokenServeError] = field(default_factory=dict)
     computed_tokens: int = 0
 

@@ -109,7 +109,7 @@ class TenantStore:
     host: str
     """Address the server listens on."""
     _ring: KeyRing = field(init=False)
-    _seen: tuple[int, int, int] = field(init=False)
+    _seen: tuple[int, ...] | None = field(init=False)
     _checked: float = field(init=False, default=float("-inf"))
 
     def __post_init__(self) -> None:
@@ -130,7 +130,11 @@ class TenantStore:
                 return
             self._seen = signature
             self._ring = self._load()
-        except (OSError, TenantsFileError, DemoKeysExposed) as error:
+        except OSError as error:
+            self._seen = None  # unreadable now is no property of its content: look again
+            logger.error("tenants file not read, the keys read before stay in force: %s", error.strerror)
+            return
+        except (TenantsFileError, DemoKeysExposed) as error:
             logger.error("tenants file not reloaded, the keys read before stay in force: %s", error)
             return
         logger.info("tenants file reloaded: %d keys", len(self._ring.tenants_by_digest))
@@ -141,9 +145,9 @@ class TenantStore:
             raise DemoKeysExposed(self.host)
         return ring
 
-    def _signature(self) -> tuple[int, int, int]:
+    def _signature(self) -> tuple[int, ...]:
         status = self.path.stat()
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def load_tenants(path: Path) -> KeyRing:

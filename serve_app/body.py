@@ -10,6 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from batching.errors import InvalidRequest
 from serve_app.http_errors import BodyTimeout, BodyTooLarge, MalformedBody, UnsupportedMedia
 
+MAX_FIELDS = 64
+
 Fields = TypeVar("Fields", bound=BaseModel)
 
 
@@ -34,6 +36,9 @@ def validated(model: type[Fields], body: object) -> Fields:
     """`body` as `model`. Raises InvalidRequest for the first field that is wrong, and never repeats its value."""
     if not isinstance(body, dict):
         raise MalformedBody("must be a JSON object")
+    if len(body) > MAX_FIELDS:
+        # Before every one of a million unknown fields becomes an error object.
+        raise InvalidRequest("body", f"has {len(body)} fields; there are not that many")
     try:
         return model.model_validate(body)
     except ValidationError as error:

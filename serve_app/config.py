@@ -27,8 +27,8 @@ class GatewayArgs(_Args):
 
     tenants_file: NonEmptyStr
     """Who may call, see `serve_app.auth`. Relative paths: in the working directory, else beside the packages."""
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20
-    """Largest request body; larger ones are refused while they are read."""
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
+    """Largest request body; larger ones are refused while they are read. 2,048 rows of 256 tokens fit."""
     body_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Longest time in which a body must have arrived."""
     public_readiness_details: bool = True

@@ -116,11 +116,11 @@ class HttpIngress(Ingress):
     # ---- endpoints -----------------------------------------------------------------------------------------------
 
     async def _infer(self, request: Request, tenant: Tenant) -> Response:
-        infer_request, ids = native.parse(await self._json(request), tenant)
+        infer_request, ids = native.parse(await self._json(request), tenant, self.settings)
         return json_response(native.render(await self.infer(infer_request), ids))
 
     async def _embeddings(self, request: Request, tenant: Tenant) -> Response:
-        infer_request, fields = openai.parse(await self._json(request), tenant)
+        infer_request, fields = openai.parse(await self._json(request), tenant, self.settings)
         live = self.resolve(tenant, infer_request.revision, param="model")
         openai.check_dimensions(fields.dimensions, live.info)
         return json_response(openai.render(await self.infer(infer_request), fields))

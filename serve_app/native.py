@@ -5,9 +5,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from batching.errors import EmptyInput, InvalidRequest
+from batching.errors import EmptyInput, InvalidRequest, RequestTooLarge
 from batching.request import MAX_TOKEN_ID
 from deployments.ingress import InferAnswer, InferRequest, Tenant
+from deployments.settings import GatewaySettings
 from deployments.tokenization import TokenIds
 from serve_app.body import validated
 from serve_app.http_errors import error_body
@@ -27,11 +28,12 @@ class NativeBody(BaseModel):
     partial: bool = False
 
 
-def parse(body: object, tenant: Tenant) -> tuple[InferRequest, list[str | None]]:
+def parse(body: object, tenant: Tenant, settings: GatewaySettings) -> tuple[InferRequest, list[str | None]]:
     """The request, and the client's id of each input. Raises InvalidRequest, EmptyInput."""
     fields = validated(NativeBody, body)
     if not fields.inputs:
         raise EmptyInput("inputs")
+    check_size(fields.inputs, "inputs", settings)
     params = [f"inputs[{index}]" for index in range(len(fields.inputs))]
     items = [_item(value, param) for value, param in zip(fields.inputs, params, strict=True)]
     request = InferRequest(
@@ -53,6 +55,15 @@ def render(answer: InferAnswer, ids: list[str | None]) -> dict[str, object]:
         "outputs": [_output(answer, index, row_id) for index, row_id in enumerate(ids)],
         "usage": {"num_tokens": sum(answer.num_tokens), "computed_tokens": answer.computed_tokens},
     }
+
+
+def check_size(inputs: list[Any], param: str, settings: GatewaySettings) -> None:
+    """Raise RequestTooLarge for more inputs, or more ids in one, than any request may hold: before work per item."""
+    if len(inputs) > settings.max_rows_per_request:
+        raise RequestTooLarge(param, "rows", len(inputs), settings.max_rows_per_request, "max_rows_per_request")
+    num_ids = sum(len(value) for value in inputs if isinstance(value, list))
+    if num_ids > settings.max_tokens_per_request:
+        raise RequestTooLarge(param, "tokens", num_ids, settings.max_tokens_per_request, "max_tokens_per_request")
 
 
 def parse_token_ids(value: list[Any], param: str) -> TokenIds:

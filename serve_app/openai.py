@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batching.errors import EmptyInput, InvalidRequest
 from deployments.ingress import InferAnswer, InferRequest, Tenant
+from deployments.settings import GatewaySettings
 from deployments.tokenization import TokenIds
 from deployments.wire import RevisionInfo
 from serve_app.body import validated
-from serve_app.native import parse_token_ids
+from serve_app.native import check_size, parse_token_ids
 
 
 class EmbeddingsBody(BaseModel):
@@ -27,10 +28,10 @@ class EmbeddingsBody(BaseModel):
     user: str | None = None
 
 
-def parse(body: object, tenant: Tenant) -> tuple[InferRequest, EmbeddingsBody]:
+def parse(body: object, tenant: Tenant, settings: GatewaySettings) -> tuple[InferRequest, EmbeddingsBody]:
     """The request and its other fields. Raises InvalidRequest, EmptyInput."""
     fields = validated(EmbeddingsBody, body)
-    inputs, params = _inputs(fields.input)
+    inputs, params = _inputs(fields.input, settings)
     request = InferRequest(
         tenant=tenant,
         revision=fields.model,
@@ -87,7 +88,7 @@ def model_entry(info: RevisionInfo, aliases: list[str]) -> dict[str, object]:
     }
 
 
-def _inputs(value: object) -> tuple[list[str | TokenIds], list[str]]:
+def _inputs(value: object, settings: GatewaySettings) -> tuple[list[str | TokenIds], list[str]]:
     if isinstance(value, str):
         return [value], ["input"]
     if not isinstance(value, list):
@@ -95,7 +96,9 @@ def _inputs(value: object) -> tuple[list[str | TokenIds], list[str]]:
     if not value:
         raise EmptyInput("input")
     if type(value[0]) is int:  # [1, 2, 3] is one input, not three
+        check_size([value], "input", settings)
         return [parse_token_ids(value, "input")], ["input"]
+    check_size(value, "input", settings)
     params = [f"input[{index}]" for index in range(len(value))]
     return [_one(item, param) for item, param in zip(value, params, strict=True)], params
 

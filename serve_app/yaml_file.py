@@ -28,6 +28,6 @@ def read_yaml(path: Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
         raise YamlError(f"not valid YAML{where}") from None
-    except ValueError as error:
-        # Bytes that are not UTF-8, or a value such as an impossible date.
+    except (ValueError, RecursionError) as error:
+        # Bytes that are not UTF-8, an impossible date, thousands of levels.
         raise YamlError(f"not valid YAML: {type(error).__name__}") from None

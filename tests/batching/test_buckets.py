@@ -24,7 +24,7 @@ def test_beyond_the_last_ceiling_is_too_long(chosen: tuple[int, ...], excess: in
     """The error carries the length, the limit and the caller's name for the field."""
     with pytest.raises(InputTooLong) as caught:
         Buckets(chosen).index_of(chosen[-1] + excess, param="input[3]")
-    assert caught.value.args == ("input[3]", chosen[-1] + excess, chosen[-1])
+    assert caught.value.args == ("input[3]", chosen[-1] + excess, chosen[-1], False)
 
 
 def test_ceilings_are_kept_as_a_tuple() -> None:

@@ -174,6 +174,8 @@ class FakeBucket:
     """The next calls end in these, one each."""
     row_errors: dict[tuple[int, ...], TokenServeError] = field(default_factory=dict)
     """Rows with these ids fail."""
+    refusal: TokenServeError | None = None
+    """Every call is refused with this."""
     num_cancelled: int = 0
     num_probes: int = 0
     probe_failure: BaseException | None = None
@@ -189,6 +191,7 @@ class FakeBucket:
         self.calls.clear()
         self.failures.clear()
         self.row_errors.clear()
+        self.refusal = None
         self.num_cancelled = self.num_probes = 0
         self.probe_failure = None
         self.replicas = []
@@ -220,6 +223,8 @@ class FakeBucket:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        if self.refusal is not None:
+            return InferReply(values=np.zeros((0, self.dimension), dtype=np.float32), refusal=self.refusal)
         values = np.zeros((len(call.lengths), self.dimension), dtype=np.float32)
         errors: dict[int, TokenServeError] = {}
         for index, row in enumerate(rows_of(call)):

@@ -299,3 +299,22 @@ async def test_call_carries_flat_arrays_and_the_caller(live: LiveRevision) -> No
     assert (sent.token_ids.tolist(), sent.lengths.tolist()) == ([1, 2, 3, 4], [3, 1])
     assert (sent.token_ids.dtype, sent.lengths.dtype) == (np.int32, np.int32)
     assert (sent.tenant, sent.batch_group) == ("acme", "shared")
+
+
+@in_skewed_loop
+async def test_a_refusal_in_the_reply_is_raised(live: LiveRevision) -> None:
+    """What a replica refuses comes back as a value, and is the caller's error."""
+    bucket(live).refusal = Overloaded(7.0)
+    with pytest.raises(Overloaded) as caught:
+        await call(live)
+    assert caught.value.retry_after_s == 7.0
+    assert len(bucket(live).calls) == 1
+
+
+@in_skewed_loop
+async def test_a_draining_replica_in_the_reply_is_tried_again(live: LiveRevision) -> None:
+    """A stopping replica says so in its reply too; the second one decides."""
+    bucket(live).refusal = Draining()
+    with pytest.raises(ReplicaLost):
+        await call(live)
+    assert len(bucket(live).calls) == 2

@@ -22,7 +22,7 @@ from batching.errors import (
     TokenServeError,
     UnknownRevision,
 )
-from deployments.ingress import PROBE_TIMEOUT_S, InferRequest, Ingress, RevisionStatus, Tenant
+from deployments.ingress import MAX_PIECE_CHARS, PROBE_TIMEOUT_S, InferRequest, Ingress, RevisionStatus, Tenant, _pieces
 from tests.deployments.fakes import (
     DIMENSION,
     VOCAB_SIZE,
@@ -375,3 +375,22 @@ async def test_width_of_the_answer_is_the_models() -> None:
     """Failed rows have zeros of the right width."""
     async with gateway() as made:
         assert (await made.ingress.infer(request(" ", partial=True))).values.shape == (1, DIMENSION)
+
+
+def test_pieces_cover_all_inputs_once_and_stay_small() -> None:
+    """Large requests are tokenised piece by piece: every input once, in order, no piece much above the bound."""
+    inputs = ["x" * 30_000, "y" * 200_000, "", np.arange(40_000, dtype=np.int32), "z" * 30_000, "end"]
+    pieces = list(_pieces(inputs))
+    assert [index for start, end in pieces for index in range(start, end)] == list(range(len(inputs)))
+    assert len(pieces) > 1
+    for start, end in pieces:
+        assert sum(len(value) for value in inputs[start : end - 1]) < MAX_PIECE_CHARS
+
+
+@in_skewed_loop
+async def test_a_fresh_ingress_learns_of_revisions_before_it_serves() -> None:
+    """Once configured, what was up already is served by the first request."""
+    ingress = Ingress(FakeConnect({"minilm-v1": revision_info()}))
+    await ingress.reconfigure({"revisions": {"minilm@v1": "minilm-v1", "other@v1": "missing"}})
+    assert ingress.directory.get("minilm@v1").application == "minilm-v1"
+    await ingress.stop()

@@ -187,3 +187,28 @@ def test_bl_055_threads_share_one_encoder(encoder: InputEncoder) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(is_right, range(400)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("word " * 20_000, id="English"),
+        pytest.param("\u4e2d\u6587" * 20_000, id="Chinese, no blanks"),
+        pytest.param("x" * 300 + " " + "word " * 5_000, id="a word that is one unknown token"),
+        pytest.param(" " * 50_000 + "late words " * 50, id="blanks first"),
+    ],
+)
+def test_bl_050_only_the_beginning_of_a_long_text_is_read(
+    encoder: InputEncoder, reference: Tokenizer, text: str
+) -> None:
+    """A cut text has the ids that cutting the whole text would give."""
+    assert ids(encoder, text, truncate=True) == reference.encode(text).ids
+
+
+def test_a_refused_long_text_is_not_read_to_its_end(encoder: InputEncoder) -> None:
+    """Its error says how much was read, and that there is more."""
+    error = outcome(encoder, "word " * 1_000_000)
+    assert isinstance(error, InputTooLong)
+    assert error.is_lower_bound
+    assert MAX_TOKENS < error.num_tokens < 1000
+    assert "has more than" in error.detail

@@ -426,3 +426,17 @@ def test_errors_of_this_module_are_ours() -> None:
     error = Unauthorized()
     assert isinstance(error, TokenServeError)
     assert error.args == ()
+
+
+def test_file_that_became_readable_again_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that failed is tried again, although the file has not changed since."""
+    made = Store(tmp_path)
+    write_tenants(made.path, {"acme": entry("new")})
+    with monkeypatch.context() as unreadable:
+
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        unreadable.setattr("serve_app.auth.load_tenants", refuse)
+        assert made.knows("old", now=10.0)
+    assert made.knows("new", now=20.0)

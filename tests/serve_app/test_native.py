@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from batching.errors import DeadlineExceeded, Draining, ForwardFailed, GroupLimit, QueueFull
+from batching.errors import DeadlineExceeded, Draining, ForwardFailed, GroupLimit, QueueFull, RequestTooLarge
 from batching.padding import MalformedOutput
 from deployments.ingress import Tenant
+from deployments.settings import GatewaySettings
 from serve_app.native import parse
 from tests.deployments.fakes import REMOTE_TEXT, VOCAB_SIZE, as_ray_raises, current_loop, vector
 from tests.serve_app.fakes import ACME, ADMIN, GLOBEX, SETTINGS, Server, error_of, native
@@ -270,7 +271,7 @@ def test_partial_has_errors_in_place(server: Server) -> None:
 )
 def test_bl_054_time_that_is_accepted(timeout_ms: float | None, expected: float | None) -> None:
     """Whole and broken milliseconds are taken as they are; null is as if it were not there."""
-    request, _ = parse(native("the", timeout_ms=timeout_ms), TENANT)
+    request, _ = parse(native("the", timeout_ms=timeout_ms), TENANT, GatewaySettings(revisions={}))
     assert request.timeout_s == expected
 
 
@@ -380,3 +381,17 @@ def test_s0_85_no_field_names_a_tenant(field: str, server: Server) -> None:
     for key in (ACME, GLOBEX, ADMIN):
         assert error_of(server.post("/v1/infer", native("the", **{field: "acme"}), key=key), 400)["param"] == field
     assert server.num_calls() == 0
+
+
+def test_sizes_are_checked_before_any_item() -> None:
+    """More rows or ids than a request may hold are refused without a look at each."""
+    few = GatewaySettings(revisions={}, max_rows_per_request=3, max_tokens_per_request=10)
+    for inputs in ([None] * 4, [["no id"] * 11]):
+        with pytest.raises(RequestTooLarge):
+            parse({"revision": "minilm", "inputs": inputs}, TENANT, few)
+
+
+def test_a_body_of_thousands_of_fields_is_one_error(server: Server) -> None:
+    """No error object is made for each of them."""
+    error = error_of(server.post("/v1/infer", {f"field{index}": 1 for index in range(5000)}), 400)
+    assert error["param"] == "body"
