@@ -93,7 +93,7 @@ class InputEncoder:
             return EncodedInput(token_ids=np.array(head.token_ids, dtype=np.int32))
         if not truncate or self._max_tokens <= self._num_special:  # no room for a token of the text
             return InputTooLong(param, len(head.token_ids), self._max_tokens, head.is_cut)
-        encoding = self._tokenizer.encode(head.beginning, add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch([head.beginning], add_special_tokens=False)
         encoding.truncate(self._max_tokens - self._num_special)
         cut = self._tokenizer.post_process(encoding).ids
         return EncodedInput(token_ids=np.array(cut, dtype=np.int32), is_truncated=True)
@@ -104,7 +104,8 @@ class InputEncoder:
         while head.is_cut and len(head.token_ids) <= self._max_tokens + CUT_MARGIN_TOKENS:
             num_chars *= 4
             beginning = _head(head.text, num_chars)
-            head = _Head(head.text, beginning, self._tokenizer.encode(beginning).ids)
+            # As a batch of one: `encode` would hold the GIL, and with it every other request.
+            head = _Head(head.text, beginning, self._tokenizer.encode_batch_fast([beginning])[0].ids)
         return head
 
     def _given_ids(self, token_ids: TokenIds, param: str, *, truncate: bool) -> EncodedInput | TokenServeError:
