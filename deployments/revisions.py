@@ -7,13 +7,15 @@ again and again, so that an application that comes, goes or changes is noticed w
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.schema import ApplicationStatusOverview
 
 from batching.buckets import Buckets
 from batching.errors import RevisionUnavailable, TokenServeError
@@ -209,9 +211,12 @@ class ApplicationNotRunning(RayServeException):  # type: ignore[misc]
         self.status = status
 
 
-def _last_line(message: str) -> str:
-    """The error itself: the end of the remote traceback that Serve keeps as the message."""
-    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), "no message")
+def _reason(overview: ApplicationStatusOverview) -> str:
+    """The error itself: of the remote tracebacks that Serve keeps as messages, the last line that names an error."""
+    messages: list[str] = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Failed)\b.*: ", line)]
+    return (errors or lines or ["no message"])[-1]
 
 
 class ServeConnect:
@@ -238,6 +243,9 @@ class ServeConnect:
             response.cancel()
             await self._explain(application)
             raise
+        except DeploymentUnavailableError:
+            await self._explain(application)
+            raise
         return answer
 
     async def _explain(self, application: str) -> None:
@@ -245,9 +253,11 @@ class ServeConnect:
         overview = (await asyncio.to_thread(serve.status)).applications.get(application)
         if overview is None or overview.status == "RUNNING":
             return
-        if overview.status == "DEPLOY_FAILED" and self._failures.get(application) != overview.message:
-            self._failures[application] = overview.message
-            logger.error("application %s failed to deploy: %s", application, _last_line(overview.message))
+        if overview.status == "DEPLOY_FAILED":
+            reason = _reason(overview)
+            if self._failures.get(application) != reason:
+                self._failures[application] = reason
+                logger.error("application %s failed to deploy: %s", application, reason)
         raise ApplicationNotRunning(application, str(overview.status.value))
 
     def bucket(self, application: str, deployment: str) -> BucketHandle:

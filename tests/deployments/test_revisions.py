@@ -1,6 +1,7 @@
 """What the ingress knows of revisions as their applications come, change, fail and go."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from deployments.revisions import (
     REFRESH_UP_S,
     ApplicationMissing,
     RevisionDirectory,
+    _reason,
 )
 from deployments.tokenization import EncodedInput
 from tests.deployments.fakes import (
@@ -276,3 +278,29 @@ async def test_an_unforeseen_error_does_not_end_the_refresh() -> None:
     await rounds.next()
     assert directory.get("minilm@v1").info.revision == "minilm@v1"
     await directory.stop()
+
+
+TRACEBACK = """The deployment failed to start 3 times in a row. Error:
+ray::ServeReplica:bad:tokens-64.initialize_and_get_metadata() (pid=1)
+  File "model.py", line 7, in load_model
+deployments.model.ModelLoadError: the model folder /nowhere/model does not exist
+"""
+
+
+@pytest.mark.parametrize(
+    ("application", "deployment", "expected"),
+    [
+        pytest.param(
+            "Failed to update the deployments ['tokens-64'].",
+            TRACEBACK,
+            "deployments.model.ModelLoadError: the model folder /nowhere/model does not exist",
+            id="an error in a replica",
+        ),
+        pytest.param("Could not import it.\n", "", "Could not import it.", id="no error named"),
+        pytest.param("", "", "no message", id="no message"),
+    ],
+)
+def test_reason_of_a_failed_deployment_is_one_line(application: str, deployment: str, expected: str) -> None:
+    """Of Serve's messages, remote tracebacks included, the error itself is what an operator gets to read."""
+    overview = SimpleNamespace(message=application, deployments={"tokens-64": SimpleNamespace(message=deployment)})
+    assert _reason(overview) == expected
