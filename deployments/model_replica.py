@@ -19,7 +19,7 @@ from ray import serve
 
 from batching.batcher import Batcher, FinishedForward
 from batching.buckets import Buckets
-from batching.errors import ForwardFailed, TokenIdOutOfRange, TokenServeError
+from batching.errors import ForwardFailed, InputTooLong, TokenIdOutOfRange, TokenServeError
 from batching.limits import BatchLimits
 from batching.padding import MalformedOutput
 from batching.queue import GroupKey, Row
@@ -237,9 +237,9 @@ class ModelReplica:
 
     def _row(self, call: InferCall, token_ids: TokenIds) -> Row[TokenIds]:
         num_tokens = len(token_ids)
-        limit = Buckets((self._settings.max_tokens,)).ceiling_of(num_tokens, param="inputs")
+        if num_tokens > self._settings.max_tokens:
+            raise InputTooLong("inputs", num_tokens, self._settings.max_tokens)
         ceiling = self._ceilings.ceiling_of(num_tokens, param="inputs") if self._ceilings else 0
-        assert num_tokens <= limit, "ceiling_of raises for longer rows"
         return Row(
             key=GroupKey(batch_group=call.batch_group, revision=self._settings.revision, bucket=ceiling),
             tenant=call.tenant,
