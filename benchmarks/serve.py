@@ -23,14 +23,25 @@ from benchmarks import machine, plain_serve
 from benchmarks.in_process import InProcessSpec
 from benchmarks.load import LoadSpec
 from benchmarks.report import CELLS, report
-from benchmarks.server import PROJECT_ROOT, ServerFailed, project_config, request_json, serving
+from benchmarks.server import (
+    PROJECT_ROOT,
+    TRANSPORTS,
+    ServerFailed,
+    Transport,
+    project_config,
+    request_json,
+    serving,
+    with_tenants,
+    write_tenants,
+)
 from benchmarks.table import Window
 from benchmarks.workload import LengthMix, make_workload
 from deployments.model import find_folder
 
 MODEL = "bundled/all-MiniLM-L6-v2"
 REVISION = "minilm"
-TENANT_KEY, ADMIN_KEY = "demo-acme-key", "demo-admin-key"
+TENANT, OPERATOR = "acme", "operator"
+TENANTS_FILE = "tenants.yaml"
 SHAPES = {"32x4": (32, 4), "1x64": (1, 64)}
 """Texts per request and connections."""
 CHILD_EXTRA_S = 400.0
@@ -49,7 +60,10 @@ class Options:
     num_texts: int
     seed: int
     only: list[str]
+    transport: Transport
     folder: Path
+    keys: dict[str, str]
+    """By tenant; made for this run."""
 
     @property
     def window_s(self) -> float:
@@ -70,7 +84,8 @@ def main() -> int:
             print(line)
         print(
             f"texts     {options.num_texts}, {LengthMix()}, seed {options.seed}; {options.seconds:g} s per cell in "
-            f"{options.windows} windows, each in a fresh process after {options.warmup_s:g} s or more of warm-up",
+            f"{options.windows} windows, each in a fresh process after {options.warmup_s:g} s or more of warm-up; "
+            f"{options.transport} transport",
             flush=True,
         )
         make_workload(find_folder(MODEL), num_texts=options.num_texts, seed=options.seed).save(options.folder)
@@ -93,6 +108,7 @@ def _options(folder: Path) -> Options:
     parser.add_argument("--texts", type=int, default=1024, help="how many different texts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=list(CELLS), metavar="CELL", help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), default="default", help="Ray's own, for (b) and (c)")
     given = parser.parse_args()
     if given.seconds <= 0 or given.windows < 1 or given.texts < max(rows for rows, _ in SHAPES.values()):
         parser.error("--seconds and --windows must be positive, and --texts at least one large request")
@@ -103,16 +119,19 @@ def _options(folder: Path) -> Options:
         num_texts=given.texts,
         seed=given.seed,
         only=given.only or list(CELLS),
+        transport=given.transport,
         folder=folder,
+        keys=write_tenants(folder / TENANTS_FILE, {TENANT: {}, OPERATOR: {"admin": True}}),
     )
 
 
 def _measure_all(options: Options) -> dict[str, list[Window]]:
+    tenants = options.folder / TENANTS_FILE
     one_bucket = project_config(buckets=[{"max_tokens": LengthMix().max_tokens}])
     targets: dict[str, Measure] = {
         "process": partial(_in_process, options),
-        "server": partial(_over_http, options, "server", project_config()),
-        "one-bucket": partial(_over_http, options, "one-bucket", one_bucket),
+        "server": partial(_over_http, options, "server", with_tenants(project_config(), tenants)),
+        "one-bucket": partial(_over_http, options, "one-bucket", with_tenants(one_bucket, tenants)),
         "plain": partial(_over_http, options, "plain", plain_serve.config(str(find_folder(MODEL)))),
     }
     wanted = [target for target in targets if any(cell.startswith(f"{target}-") for cell in options.only)]
@@ -141,7 +160,7 @@ def _in_process(options: Options, window: int) -> dict[str, Window]:
 
 def _over_http(options: Options, target: str, config: dict[str, Any], window: int) -> dict[str, Window]:
     results = {}
-    with serving(config) as base:
+    with serving(config, transport=options.transport) as base:
         for shape in SHAPES:
             if f"{target}-{shape}" in options.only:
                 results[f"{target}-{shape}"] = _load(options, target, base, shape=shape, window=window)
@@ -159,20 +178,20 @@ def _load(options: Options, target: str, base: str, *, shape: str, window: int) 
         warmup_s=options.warmup_s,
         window_s=options.window_s,
         first_text=options.first_text(window),
-        headers={"Content-Type": "application/json", "X-API-Key": TENANT_KEY},
+        headers={"Content-Type": "application/json", "X-API-Key": options.keys[TENANT]},
         fields={"revision": REVISION} if is_ours else {},
     )
-    before = _forwards_and_rows(base) if is_ours else (0, 0)
+    before = _forwards_and_rows(options, base) if is_ours else (0, 0)
     fields, foreign = _child("benchmarks.load", asdict(spec), seconds=options.warmup_s + options.window_s)
     fields["foreign_cpu_share"] = foreign
     if is_ours:
-        forwards, rows = _forwards_and_rows(base)
+        forwards, rows = _forwards_and_rows(options, base)
         fields["rows_per_forward"] = (rows - before[1]) / max(1, forwards - before[0])
     return Window(**fields)
 
 
-def _forwards_and_rows(base: str) -> tuple[int, int]:
-    revisions = request_json(f"{base}/v1/stats", key=ADMIN_KEY)["revisions"].values()
+def _forwards_and_rows(options: Options, base: str) -> tuple[int, int]:
+    revisions = request_json(f"{base}/v1/stats", key=options.keys[OPERATOR])["revisions"].values()
     buckets = [bucket for revision in revisions for bucket in revision.values()]
     return sum(bucket["forwards"] for bucket in buckets), sum(bucket["rows"] for bucket in buckets)
 

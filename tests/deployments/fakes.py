@@ -327,6 +327,11 @@ class FakeModel:
         self._gate.set()
         self._started = threading.Semaphore(0)
 
+    def load(self, settings: ReplicaSettings) -> "FakeModel":
+        """Stand in for loading: it is there already."""
+        self.threads.add(threading.current_thread().name)
+        return self
+
     def hold(self) -> None:
         """Make forwards block their thread."""
         self._gate.clear()
@@ -380,7 +385,7 @@ def replica(
         ceilings=ceilings,
         buckets=(BucketInfo(deployment=f"tokens-{max_tokens}", max_tokens=max_tokens),),
     )
-    return FakeReplica(settings, model=model)
+    return FakeReplica(settings, load=model.load)
 
 
 def infer_call(rows: Sequence[Sequence[int]], **changes: Any) -> InferCall:

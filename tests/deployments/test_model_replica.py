@@ -411,7 +411,7 @@ async def test_every_row_gets_its_own_value(ceilings: tuple[int, ...]) -> None:
 
 @in_skewed_loop
 async def test_forward_runs_in_one_worker_thread() -> None:
-    """The event loop stays free while the model computes, and the model never meets a second thread."""
+    """The event loop stays free while the model computes, and the model, loading included, meets one thread only."""
     model = FakeModel()
     target = replica(model)
     await target.infer(infer_call([[1]]))
