@@ -1,49 +1,234 @@
-"""The door: whether rows may join those that wait. Refusals are raised, never queued.
+"""The door: whether rows may join those that wait, and if not, whose doing that is and when to come back.
 
-What counts is what waits; rows inside a running forward have left the queue and freed their place.
+What counts is what waits; rows inside a running forward have left the queue and freed their place. Times are those of
+the fair queue: a tenant waits for its own backlog and for its share of the others', never for all of a flood.
+Refusals are raised, never queued. Rows of one request are admitted together or not at all.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
-from batching.errors import GroupLimit, Overloaded, QueueFull, RequestTooLarge
+from batching.errors import (
+    DeadlineUnreachable,
+    GroupLimit,
+    Overloaded,
+    QueueFull,
+    RequestTooLarge,
+    TenantOverShare,
+    WaitTooLong,
+)
 from batching.limits import QueueLimits
-from batching.queue import GroupKey, Payload, PendingQueue, Row
+from batching.plan import Pace
+from batching.queue import Backlog, FairQueue
+from batching.row import GroupKey, Payload, Row
 
-MIN_RETRY_AFTER_S = 1.0
-"""Whole seconds are the unit of the HTTP header, so less cannot be said."""
 MAX_RETRY_AFTER_S = 60.0
+"""Nothing is promised further ahead."""
+MIN_FORWARD_S = 1e-4
+"""Less says nothing about the pace: clocks have ticks."""
+
+
+@dataclass(slots=True)
+class PaceMeter:
+    """Seconds on the clock per predicted second of work, as a moving average over about the last ten forwards."""
+
+    overhead_s: float = 0.0
+    wall_per_work: float = 1.0
+    _has_sample: bool = False
+
+    def record(self, work_s: float, duration_s: float) -> None:
+        """Note a finished forward whose rows were predicted to take `work_s`."""
+        if duration_s < MIN_FORWARD_S or work_s <= 0:
+            return
+        sample = duration_s / (self.overhead_s + work_s)
+        self.wall_per_work = 0.9 * self.wall_per_work + 0.1 * sample if self._has_sample else sample
+        self._has_sample = True
+
+    @property
+    def pace(self) -> Pace:
+        """The present pace."""
+        return Pace(overhead_s=self.overhead_s, wall_per_work=self.wall_per_work)
+
+
+@dataclass(slots=True)
+class Promises:
+    """Which time was promised to whom: callers that come back when told so do not meet each other.
+
+    Each refused request gets the next free place behind those promised before, so that a hundred clients refused in one
+    moment are not told the same second.
+    """
+
+    _free_from: dict[str, float] = field(default_factory=dict)
+
+    def next_place_s(self, tenant: str, *, now: float, wait_s: float, work_wall_s: float) -> float:
+        """Seconds to wait, at least `wait_s` and at most MAX_RETRY_AFTER_S; keeps `work_wall_s` of time taken then."""
+        place = max(self._free_from.get(tenant, now), now + wait_s)
+        place = min(place, now + MAX_RETRY_AFTER_S)
+        self._free_from[tenant] = place + work_wall_s
+        if len(self._free_from) > 64:
+            self._free_from = {name: moment for name, moment in self._free_from.items() if moment > now}
+        return place - now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What the door must know beside the queue and its limits."""
+
+    now: float
+    pace: Pace
+    running: Collection[GroupKey] = ()
+    """Groups with a running forward."""
+    running_s: float = 0.0
+    """Predicted time until a forward may start."""
+    token_budget: int = 1
+    """Cost that one forward holds, to tell how many forwards the backlog is."""
 
 
 def admit(
     rows: Sequence[Row[Payload]],
-    queue: PendingQueue[Payload],
+    queue: FairQueue[Payload],
     limits: QueueLimits,
     *,
-    running: Collection[GroupKey],
-    retry_after_s: float,
+    moment: Moment,
+    promises: Promises,
 ) -> None:
-    """Return if all `rows` may be added together, else raise; rows of one request are never split by admission.
+    """Return if all `rows`, of one tenant and priority, may be added together, else raise.
 
-    Raises RequestTooLarge when an empty queue would not take the rows either; GroupLimit, QueueFull, Overloaded else.
+    Raises RequestTooLarge when an empty queue would not take the rows either; GroupLimit, QueueFull, Overloaded for a
+    backlog that is full; TenantOverShare when it is this tenant's; DeadlineUnreachable, TenantOverShare or WaitTooLong
+    when the answer would come too late by the request's own size, the tenant's backlog or everybody's.
     """
+    if not rows:
+        return
+    _check_sizes(rows, limits)
+    estimate = _Estimate.of(rows, queue, moment)
+
+    def retry_after_s(wait_s: float) -> float:
+        return promises.next_place_s(
+            rows[0].tenant, now=moment.now, wait_s=wait_s, work_wall_s=estimate.new_s / estimate.fair_part
+        )
+
+    _check_groups(rows, queue, limits, running=moment.running, retry_after_s=lambda: retry_after_s(estimate.drained_s))
+    cost = sum(row.cost for row in rows)
+    if queue.num_rows + len(rows) > limits.max_queued_rows or queue.cost + cost > limits.max_queued_cost:
+        raise Overloaded(retry_after_s(estimate.drained_s))
+    _check_room(estimate, limits, retry_after_s)
+    _check_deadline(estimate, rows, retry_after_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimate:
+    """The queue as the new rows see it, in seconds on the clock."""
+
+    backlog: Backlog
+    weight: float
+    share: float
+    """Of the rows' priority, while the other one waits."""
+    new_work_s: float
+    wall: float
+    """Seconds on the clock per second of queued work, the forwards' overhead included."""
+    total_s: float
+    own_s: float
+    alone_s: float
+    """Until the new rows were done, were nothing else there."""
+    running_s: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Row[Payload]], queue: FairQueue[Payload], moment: Moment) -> "_Estimate":
+        first = rows[0]
+        new_work_s = sum(row.work_s for row in rows)
+        new_cost = sum(row.cost for row in rows)
+        work_s = queue.work_s + new_work_s
+        num_forwards = queue.num_groups() + 1 + (queue.cost + new_cost) // moment.token_budget
+        wall = moment.pace.wall_per_work * (1 + moment.pace.overhead_s * num_forwards / work_s)
+        alone_s = moment.pace.forward_s(new_work_s)
+        return cls(
+            backlog=queue.backlog(first.tenant, first.priority),
+            weight=first.weight,
+            share=queue.batch_share if first.priority == "batch" else 1 - queue.batch_share,
+            new_work_s=new_work_s,
+            wall=wall,
+            total_s=queue.work_s * wall,
+            own_s=queue.tenant_work_s(first.tenant) * wall,
+            alone_s=alone_s,
+            running_s=moment.running_s,
+        )
+
+    @property
+    def new_s(self) -> float:
+        """Time for the new rows."""
+        return self.new_work_s * self.wall
+
+    @property
+    def fair_part(self) -> float:
+        """The part of the model that the tenant gets while all who wait now go on waiting."""
+        return self.weight / (self.weight + self.backlog.weight)
+
+    @property
+    def drained_s(self) -> float:
+        """Until all that waits is done."""
+        return self.running_s + self.total_s
+
+    def done_s(self, *, own_work_s: float) -> float:
+        """Until the new rows are done, with `own_work_s` of the tenant's own before them.
+
+        Never later than after everything that waits, nor than the tenant's share of the model allows.
+        """
+        mine_s = own_work_s + self.new_work_s
+        others_s = self.backlog.same_priority_s - self.backlog.own_s
+        in_priority_s = min(mine_s + others_s, mine_s / self.fair_part)
+        work_s = min(in_priority_s + self.backlog.other_priority_s, in_priority_s / self.share)
+        return self.running_s + max(work_s * self.wall, self.alone_s)
+
+
+def _check_sizes(rows: Sequence[Row[Payload]], limits: QueueLimits) -> None:
     cost = sum(row.cost for row in rows)
     if cost > limits.max_queued_cost:
         raise RequestTooLarge("inputs", "tokens of cost", cost, limits.max_queued_cost)
     if len(rows) > limits.max_queued_rows:
         raise RequestTooLarge("inputs", "rows", len(rows), limits.max_queued_rows)
-    _check_groups(rows, queue, limits, running=running, retry_after_s=retry_after_s)
-    if queue.num_rows + len(rows) > limits.max_queued_rows or queue.cost + cost > limits.max_queued_cost:
-        raise Overloaded(retry_after_s)
+
+
+def _check_room(estimate: _Estimate, limits: QueueLimits, retry_after_s: Callable[[float], float]) -> None:
+    if estimate.new_s > limits.max_backlog_s:
+        raise RequestTooLarge(
+            "inputs", "ms of work", math.ceil(estimate.new_s * 1000), int(limits.max_backlog_s * 1000), "max_backlog_s"
+        )
+    free_s = limits.max_backlog_s - estimate.total_s
+    if estimate.new_s > free_s + estimate.own_s:
+        raise Overloaded(retry_after_s(estimate.new_s - free_s))
+    if estimate.own_s == 0:
+        return  # with nothing waiting, a tenant may use all that is free
+    over_s = estimate.own_s + estimate.new_s - estimate.weight * free_s
+    if over_s > 0 or estimate.new_s > free_s:
+        # Its own rows leave at its share of the model, and all rows free the room at the whole.
+        wait_s = min(over_s / (estimate.fair_part + estimate.weight), estimate.own_s / estimate.fair_part)
+        raise TenantOverShare(retry_after_s(max(wait_s, estimate.new_s - free_s)))
+
+
+def _check_deadline(estimate: _Estimate, rows: Sequence[Row[Payload]], retry_after_s: Callable[[float], float]) -> None:
+    timeout_s = min((row.timeout_s for row in rows if row.timeout_s is not None), default=None)
+    if timeout_s is None:
+        return
+    if estimate.alone_s > timeout_s:
+        raise DeadlineUnreachable(timeout_s, estimate.alone_s)
+    done_s = estimate.done_s(own_work_s=estimate.backlog.own_s)
+    if done_s <= timeout_s:
+        return
+    wait_s = retry_after_s(done_s - timeout_s)
+    if estimate.backlog.own_s > 0 and estimate.done_s(own_work_s=0.0) <= timeout_s:
+        raise TenantOverShare(wait_s)
+    raise WaitTooLong(timeout_s, done_s, wait_s)
 
 
 def _check_groups(
     rows: Sequence[Row[Payload]],
-    queue: PendingQueue[Payload],
+    queue: FairQueue[Payload],
     limits: QueueLimits,
     *,
     running: Collection[GroupKey],
-    retry_after_s: float,
+    retry_after_s: Callable[[], float],
 ) -> None:
     added: dict[GroupKey, int] = {}
     for row in rows:
@@ -53,29 +238,10 @@ def _check_groups(
     most_rows = max(added.values(), default=0)
     if most_rows > limits.max_queued_rows_per_group:
         raise RequestTooLarge("inputs", "rows of one group", most_rows, limits.max_queued_rows_per_group)
-    live = {*queue.groups(), *running}
-    if len(live | added.keys()) > max(limits.max_groups, len(live)):
-        raise GroupLimit(limits.max_groups, retry_after_s)
+    if queue.num_groups() + len(running) + len(added) > limits.max_groups:
+        live = {*queue.groups(), *running}
+        if len(live | added.keys()) > max(limits.max_groups, len(live)):
+            raise GroupLimit(limits.max_groups, retry_after_s())
     for key, num_rows in added.items():
         if queue.num_rows_in(key) + num_rows > limits.max_queued_rows_per_group:
-            raise QueueFull(limits.max_queued_rows_per_group, retry_after_s)
-
-
-@dataclass(slots=True)
-class DrainRate:
-    """Cost per second of forward time, as a moving average over about the last ten forwards."""
-
-    _cost_per_s: float | None = None
-
-    def record(self, cost: int, duration_s: float) -> None:
-        """Note a finished forward."""
-        if duration_s <= 0 or cost <= 0:
-            return
-        sample = cost / duration_s
-        self._cost_per_s = sample if self._cost_per_s is None else 0.9 * self._cost_per_s + 0.1 * sample
-
-    def retry_after_s(self, backlog_cost: int) -> float:
-        """Time to work off `backlog_cost` at the measured rate, between the two bounds of this file."""
-        if self._cost_per_s is None:
-            return MIN_RETRY_AFTER_S
-        return min(max(backlog_cost / self._cost_per_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+            raise QueueFull(limits.max_queued_rows_per_group, retry_after_s())

@@ -2,7 +2,7 @@
 
 Rules of this file:
 - every accepted row ends exactly once: with its value, a named error, or its caller's own cancellation;
-- a batch is chosen when a forward may start, not earlier, so that it can still grow while the model is busy;
+- a batch is chosen when a forward may start, or `prepare_ahead_s` before, so that it can grow while the model is busy;
 - there is no endless loop that could die: arrivals, finished forwards and one timer each trigger `_dispatch`;
 - nothing of a caller's context reaches the forward, and nothing of a payload reaches the log.
 """
@@ -12,62 +12,19 @@ import contextvars
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Generic
 
-from batching.admission import DrainRate, admit
+from batching.admission import Moment, PaceMeter, Promises, admit
 from batching.errors import DeadlineExceeded, Draining, ForwardFailed, RequestTooLarge, TokenServeError
+from batching.forwards import Clock, FinishedForward, Forward, Outcome, Running, Timer, Value
+from batching.isolation import Isolation
 from batching.limits import BatchLimits, QueueLimits
-from batching.plan import Plan, next_batch, ready_at, take
-from batching.queue import GroupKey, Payload, PendingQueue, Row
+from batching.plan import Pace, Plan, Situation, ready_at, take_batch
+from batching.queue import DEFAULT_BATCH_SHARE, FairQueue
+from batching.row import GroupKey, Payload, Row
 
 logger = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
-ForwardValue = TypeVar("ForwardValue", covariant=True)
-ForwardPayload = TypeVar("ForwardPayload")
-Outcome: TypeAlias = Value | TokenServeError
-
-
-class Timer(Protocol):
-    """A callback that may still be called off."""
-
-    def cancel(self) -> None:
-        """Call it off."""
-
-
-class Clock(Protocol):
-    """The part of an event loop that policy needs; asyncio's loop is one."""
-
-    def time(self) -> float:
-        """Monotonic seconds."""
-
-    def call_at(self, when: float, callback: Callable[[], None], /) -> Timer:
-        """Run `callback` once when `time()` has reached `when`."""
-
-
-class Forward(Protocol[ForwardPayload, ForwardValue]):
-    """Runs one batch: one outcome per row, in order. Raising fails every row of the batch."""
-
-    async def __call__(self, rows: Sequence[Row[ForwardPayload]], /) -> Sequence[ForwardValue | TokenServeError]:
-        """Run the model on `rows`, which share one group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedForward(Generic[Payload]):
-    """What an observer learns of each forward."""
-
-    plan: Plan[Payload]
-    started: float
-    duration_s: float
-    num_failed: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Running(Generic[Payload]):
-    plan: Plan[Payload]
-    started: float
-    task: asyncio.Task[None] | None = None
 
 
 class Batcher(Generic[Payload, Value]):
@@ -87,11 +44,13 @@ class Batcher(Generic[Payload, Value]):
         self._forward = forward
         self._clock = clock
         self._observe = observe
-        self._queue: PendingQueue[Payload] = PendingQueue()
+        self._queue: FairQueue[Payload] = FairQueue()
         self._futures: dict[Row[Payload], asyncio.Future[Value]] = {}
-        self._running: set[_Running[Payload]] = set()
+        self._running: dict[Running[Payload], None] = {}  # in order of their start
         self._running_groups: Counter[GroupKey] = Counter()
-        self._drain_rate = DrainRate()
+        self._meter = PaceMeter()
+        self._promises = Promises()
+        self._last_end = float("-inf")
         self._timer: Timer | None = None
         self._timer_at: float | None = None
         self._dispatch_scheduled = False
@@ -114,11 +73,12 @@ class Batcher(Generic[Payload, Value]):
             raise RequestTooLarge("inputs", "tokens of cost in one row", most_cost, self.limits.token_budget)
         loop = asyncio.get_running_loop()
         self._clock = self._clock or loop
-        admit(rows, self._queue, self.queue_limits, running=self._running_groups, retry_after_s=self.retry_after_s())
         now = self._clock.time()
+        admit(rows, self._queue, self.queue_limits, moment=self._moment(now), promises=self._promises)
         futures: list[asyncio.Future[Value]] = []
         for row in rows:
             row.arrived = now
+            row.least_s = self.pace.forward_s(row.work_s)
             future: asyncio.Future[Value] = loop.create_future()
             future.add_done_callback(lambda done, row=row: self._forget_cancelled(row, done))  # type: ignore[misc]
             self._futures[row] = future
@@ -128,7 +88,9 @@ class Batcher(Generic[Payload, Value]):
         self._schedule_dispatch()
         return futures
 
-    def reconfigure(self, limits: BatchLimits, queue_limits: QueueLimits) -> None:
+    def reconfigure(
+        self, limits: BatchLimits, queue_limits: QueueLimits, *, batch_share: float = DEFAULT_BATCH_SHARE
+    ) -> None:
         """Use other limits from the next decision on; rows that wait stay.
 
         Raises ValueError, and changes nothing, when a row that waits costs more than the new budget.
@@ -138,8 +100,17 @@ class Batcher(Generic[Payload, Value]):
             raise ValueError(f"token_budget: {limits.token_budget} is less than a waiting row costs, {most_cost}")
         self.limits = limits
         self.queue_limits = queue_limits
+        self._queue.batch_share = batch_share
         if self._futures:
             self._schedule_dispatch()
+
+    def set_token_budget(self, token_budget: int) -> None:
+        """Use another budget from the next decision on, at least what the longest row costs."""
+        self.limits = replace(self.limits, token_budget=token_budget)
+
+    def set_overhead(self, overhead_s: float) -> None:
+        """Take another prediction of what a forward costs beside its rows."""
+        self._meter.overhead_s = overhead_s
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Refuse new rows, run everything that waits without further gathering, return when all is resolved.
@@ -176,9 +147,15 @@ class Batcher(Generic[Payload, Value]):
             return 0.0
         return self._clock.time() - min(running.started for running in self._running)
 
-    def retry_after_s(self) -> float:
-        """Estimated time to work off all that waits."""
-        return self._drain_rate.retry_after_s(self._queue.cost)
+    @property
+    def pace(self) -> Pace:
+        """How predicted seconds became seconds on the clock of late."""
+        return self._meter.pace
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted time to work off the rows that wait."""
+        return self._queue.work_s * self._meter.wall_per_work
 
     # ---- deciding ------------------------------------------------------------------------------------------------
 
@@ -195,8 +172,9 @@ class Batcher(Generic[Payload, Value]):
             now = self._clock.time()
             for row in self._queue.expired(now):
                 self._resolve(row, DeadlineExceeded(row.timeout_s or 0.0))
-            while len(self._running) < self.limits.max_concurrent_forwards:
-                plan = next_batch(self._queue, self.limits, now, busy=self._busy_groups(), draining=self._closing)
+            while now >= self._may_start_at():
+                situation = Situation(now=now, pace=self.pace, busy=self._busy_groups(), draining=self._closing)
+                plan = take_batch(self._queue, self.limits, situation)
                 if plan is None:
                     break
                 self._start(plan, now)
@@ -204,18 +182,32 @@ class Batcher(Generic[Payload, Value]):
         if not self._running and not self._futures:
             self._idle.set()
 
+    def _may_start_at(self) -> float:
+        """When the next batch may be chosen: now, shortly before the running forward ends, or (never) after it."""
+        if len(self._running) < self.limits.max_concurrent_forwards:
+            return float("-inf")
+        if not self.limits.prepare_ahead_s or len(self._running) > self.limits.max_concurrent_forwards:
+            return float("inf")
+        first = next(iter(self._running))
+        return first.started + first.predicted_s - self.limits.prepare_ahead_s
+
     def _busy_groups(self) -> set[GroupKey]:
-        limit = self.limits.max_concurrent_per_group
+        limit = self.limits.max_concurrent_per_group + bool(self.limits.prepare_ahead_s)
         return {key for key, count in self._running_groups.items() if count >= limit}
 
     def _set_timer(self) -> None:
-        busy = self._busy_groups()
-        moments = [ready_at(self._queue, key, self.limits) for key in self._queue.groups() if key not in busy]
-        if len(self._running) >= self.limits.max_concurrent_forwards:
-            moments = []  # a finishing forward decides anew
-        deadline = self._queue.next_deadline()
-        if deadline is not None:
-            moments.append(deadline)
+        moments: list[float] = []
+        may_start_at = self._may_start_at()
+        if self._queue.num_rows and may_start_at < float("inf"):
+            # Whatever was ready has been started, unless the model is busy; what is not gathers company.
+            busy = self._busy_groups()
+            gathering = self._queue.groups() if self.limits.max_wait_s else ()
+            ready = min((ready_at(self._queue, key, self.limits) for key in gathering if key not in busy), default=None)
+            if ready is not None or may_start_at > float("-inf"):
+                moments.append(max(may_start_at, ready if ready is not None else may_start_at))
+        latest_start = self._queue.next_latest_start()
+        if latest_start is not None:
+            moments.append(latest_start)
         when = min(moments, default=None)
         if when == self._timer_at:
             return
@@ -223,6 +215,19 @@ class Batcher(Generic[Payload, Value]):
         if when is not None and self._clock is not None:
             self._timer_at = when
             self._timer = self._clock.call_at(when, self._on_timer)
+
+    def _moment(self, now: float) -> Moment:
+        running_s = 0.0
+        if len(self._running) >= self.limits.max_concurrent_forwards:
+            first = next(iter(self._running))
+            running_s = max(first.started + first.predicted_s - now, 0.0)
+        return Moment(
+            now=now,
+            pace=self.pace,
+            running=self._running_groups,
+            running_s=running_s,
+            token_budget=self.limits.token_budget,
+        )
 
     def _on_timer(self) -> None:
         self._timer = self._timer_at = None
@@ -236,19 +241,26 @@ class Batcher(Generic[Payload, Value]):
     # ---- running -------------------------------------------------------------------------------------------------
 
     def _start(self, plan: Plan[Payload], now: float) -> None:
-        take(self._queue, plan)
-        running = _Running(plan=plan, started=now)
-        self._running.add(running)
+        predicted_s = self.pace.forward_s(plan.work_s)
+        running = Running(plan=plan, started=now, predicted_s=predicted_s)
+        self._running[running] = None
         self._running_groups[plan.key] += 1
         # An empty context: the first caller's variables are not the batch's.
         running.task = asyncio.get_running_loop().create_task(self._run(running), context=contextvars.Context())
 
-    async def _run(self, running: _Running[Payload]) -> None:
+    async def _run(self, running: Running[Payload]) -> None:
         assert self._clock is not None, "a running batch has a clock"
         assert running.task is not None, "and a task"
         plan = running.plan
+        isolation = Isolation(attempt=self._attempt, is_wanted=self._is_wanted)
         try:
-            outcomes = await self._outcomes(plan)
+            result = await self._attempt(plan.rows)
+            if not isinstance(result, TokenServeError):
+                outcomes = result
+            elif self.limits.isolate_failures:
+                outcomes = await isolation.run(plan.rows, result)
+            else:
+                outcomes = [result for _ in plan.rows]
             num_failed = sum(isinstance(outcome, TokenServeError) for outcome in outcomes)
             for row, outcome in zip(plan.rows, outcomes, strict=True):
                 self._resolve(row, outcome)
@@ -260,34 +272,54 @@ class Batcher(Generic[Payload, Value]):
             # Also when cancelled: no caller may be left waiting.
             for row in plan.rows:
                 self._resolve(row, Draining())
-            self._running.discard(running)
+            del self._running[running]
+            started, now = max(running.started, self._last_end), self._clock.time()
+            self._last_end = now if self.limits.prepare_ahead_s else float("-inf")
             self._running_groups[plan.key] -= 1
             self._running_groups += Counter()  # drops zero counts
             self._schedule_dispatch()  # in here, so that whatever goes wrong above or below, those who wait go on
-        duration_s = self._clock.time() - running.started
-        self._drain_rate.record(plan.cost, duration_s)
+        if isolation.num_attempts == 1:
+            self._meter.record(plan.work_s, now - started)
         if self._observe is not None:
             self._observe(
-                FinishedForward(plan=plan, started=running.started, duration_s=duration_s, num_failed=num_failed)
+                FinishedForward(
+                    plan=plan,
+                    started=started,
+                    duration_s=now - started,
+                    predicted_s=running.predicted_s,
+                    num_failed=num_failed,
+                    num_attempts=isolation.num_attempts,
+                    out_of_memory_cost=isolation.out_of_memory_cost,
+                )
             )
 
-    async def _outcomes(self, plan: Plan[Payload]) -> Sequence[Outcome[Value]]:
+    async def _attempt(self, rows: Sequence[Row[Payload]]) -> Sequence[Outcome[Value]] | TokenServeError:
+        """Run the model once; the error of the whole batch instead of outcomes when it failed."""
         try:
-            outcomes = list(await self._forward(plan.rows))
+            outcomes = list(await self._forward(rows))
         except Exception as error:  # noqa: BLE001 - the one place: whatever a model raises ends its own batch only
             logger.error(
                 "forward failed: revision=%s bucket=%d rows=%d cost=%d error=%s",
-                plan.key.revision,
-                plan.key.bucket,
-                len(plan.rows),
-                plan.cost,
+                rows[0].key.revision,
+                rows[0].key.bucket,
+                len(rows),
+                sum(row.cost for row in rows),
                 type(error).__name__,
             )
-            return [_forward_failed(error) for _ in plan.rows]
-        if len(outcomes) != len(plan.rows):
-            reason = f"{len(plan.rows)} rows went in and {len(outcomes)} outcomes came out"
-            return [ForwardFailed(reason) for _ in plan.rows]
+            return _forward_failed(error)
+        if len(outcomes) != len(rows):
+            return ForwardFailed(f"{len(rows)} rows went in and {len(outcomes)} outcomes came out")
         return outcomes
+
+    def _is_wanted(self, row: Row[Payload]) -> bool:
+        future = self._futures.get(row)
+        assert self._clock is not None, "a running batch has a clock"
+        if future is None or future.done():
+            return False
+        if row.latest_start is not None and row.latest_start <= self._clock.time():
+            self._resolve(row, DeadlineExceeded(row.timeout_s or 0.0))
+            return False
+        return True
 
     def _resolve(self, row: Row[Payload], outcome: Outcome[Value]) -> None:
         future = self._futures.pop(row, None)

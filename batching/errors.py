@@ -10,11 +10,18 @@
     ├── RevisionUnavailable     known, but no replica answers at present
     ├── Overloaded              the backlog is at its limit
     │   ├── QueueFull           this group's part of the backlog is
-    │   └── GroupLimit          too many groups are live
+    │   ├── GroupLimit          too many groups are live
+    │   └── WaitTooLong         the answer would come after the deadline, because of the backlog
+    ├── TenantOverShare         this tenant's part of the backlog is at its limit
+    ├── QuotaExceeded           the tenant's quota has no room at present
+    ├── QuotaStoreDown          quotas cannot be looked up, and the setting says to refuse then
     ├── DeadlineExceeded        the deadline passed before an answer
+    │   └── DeadlineUnreachable the request alone takes longer than its deadline
     ├── Draining                stopping: takes no new work, or was stopped with this row inside
     ├── ReplicaLost             the replica died with this request inside
     └── ForwardFailed           the model raised or returned something unusable
+        ├── OutOfMemory         a row does not fit into the device's memory, even alone
+        └── DeviceLost          the device does not run anything any more
 
 Rules of this file: errors carry facts, not HTTP statuses; they cross processes, so every constructor argument goes to
 `super().__init__` in order; `detail` is the text for the caller and never holds a payload.
@@ -162,6 +169,69 @@ class GroupLimit(Overloaded):
         return f"{self.limit} groups have work already, which is the limit; try again later"
 
 
+class WaitTooLong(Overloaded):
+    """All that waits would take this request to `wait_s`, beyond the `timeout_s` that it was given."""
+
+    def __init__(self, timeout_s: float, wait_s: float, retry_after_s: float) -> None:
+        super().__init__(retry_after_s)
+        self.args = (timeout_s, wait_s, retry_after_s)
+        self.timeout_s = timeout_s
+        self.wait_s = wait_s
+
+    @property
+    def detail(self) -> str:
+        """Name both times."""
+        return (
+            f"the answer would take about {_ms(self.wait_s)}, longer than the {_ms(self.timeout_s)} that this request "
+            "was given; try again after the time in Retry-After"
+        )
+
+
+class TenantOverShare(TokenServeError):
+    """This tenant's own waiting rows stand in the way; others would be admitted."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def detail(self) -> str:
+        """Say that it is the caller's own doing."""
+        return "too much work of this tenant is waiting already; try again after the time in Retry-After"
+
+
+class QuotaExceeded(TokenServeError):
+    """`setting` of the tenant's quota, which is `limit`, has no room for this request for `retry_after_s` more."""
+
+    def __init__(self, setting: str, limit: float, retry_after_s: float) -> None:
+        super().__init__(setting, limit, retry_after_s)
+        self.setting = setting
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+    @property
+    def detail(self) -> str:
+        """Name the limit and its setting."""
+        return (
+            f"this tenant's quota for this revision is used up: {self.setting} is {self.limit:g}; "
+            "try again after the time in Retry-After"
+        )
+
+
+class QuotaStoreDown(TokenServeError):
+    """The store of the quotas does not answer, and `setting` says that nothing is admitted without it."""
+
+    def __init__(self, setting: str, retry_after_s: float) -> None:
+        super().__init__(setting, retry_after_s)
+        self.setting = setting
+        self.retry_after_s = retry_after_s
+
+    @property
+    def detail(self) -> str:
+        """Name the setting."""
+        return f"this tenant's quota cannot be checked at present, and {self.setting} is closed; try again"
+
+
 class DeadlineExceeded(TokenServeError):
     """No answer within `timeout_s`, the time that this request was given."""
 
@@ -172,7 +242,24 @@ class DeadlineExceeded(TokenServeError):
     @property
     def detail(self) -> str:
         """Name the limit that applied to this request."""
-        return f"no answer within the {self.timeout_s * 1000:g} ms that this request was given"
+        return f"no answer within the {_ms(self.timeout_s)} that this request was given"
+
+
+class DeadlineUnreachable(DeadlineExceeded):
+    """The request alone is predicted to take `needed_s`, on an idle replica, beyond the `timeout_s` it was given."""
+
+    def __init__(self, timeout_s: float, needed_s: float) -> None:
+        super().__init__(timeout_s)
+        self.args = (timeout_s, needed_s)
+        self.needed_s = needed_s
+
+    @property
+    def detail(self) -> str:
+        """Name both times."""
+        return (
+            f"this request takes about {_ms(self.needed_s)} even on an idle replica, longer than the "
+            f"{_ms(self.timeout_s)} that it was given"
+        )
 
 
 class Draining(TokenServeError):
@@ -212,3 +299,37 @@ class ForwardFailed(TokenServeError):
     def detail(self) -> str:
         """Name the kind of failure."""
         return f"the model failed on this batch: {self.reason}"
+
+
+class OutOfMemory(ForwardFailed):
+    """A row of `num_tokens` tokens does not fit into the device's memory, even alone."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__("out of memory")
+        self.args = (num_tokens,)
+        self.num_tokens = num_tokens
+
+    @property
+    def detail(self) -> str:
+        """Name the size, so that the caller sends less."""
+        return (
+            f"a row of {self.num_tokens} tokens does not fit into the memory of the model's device; send shorter rows"
+        )
+
+
+class DeviceLost(ForwardFailed):
+    """The device failed in a way that ends every further forward; the replica is about to be replaced."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the device is lost")
+        self.args = (retry_after_s,)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def detail(self) -> str:
+        """Say that another replica may take it."""
+        return "the device of this replica failed and is being replaced; try again"
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(seconds * 1000, 1):g} ms"

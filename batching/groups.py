@@ -16,15 +16,19 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from batching.batcher import Batcher, Clock
+from batching.batcher import Batcher
 from batching.buckets import Buckets
+from batching.forwards import Clock
 from batching.limits import BatchLimits, QueueLimits
 from batching.padding import ModelBatch, collate, unbatch
-from batching.queue import GroupKey, Row
 from batching.request import TokenPrediction, TokenRequest
+from batching.row import GroupKey, Row
 
 Model = Callable[[ModelBatch], object]
 """Called once per batch, in a pool thread; returns a list or tuple of rows of numbers (see `padding.unbatch`)."""
+
+NOMINAL_TOKEN_S = 1e-6
+"""Nothing is known of the model's speed; the batcher measures how far this is from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ class InferenceGroups:
             tenant=request.tenant,
             num_tokens=len(request.token_ids),
             cost=ceiling,
+            work_s=ceiling * NOMINAL_TOKEN_S,
             payload=request,
         )
         (future,) = self._batcher.submit([row])

@@ -1,96 +1,127 @@
 """Which waiting rows run next.
 
-`next_batch` looks at groups in turn and fills one batch from the first that is ready. Within the group it takes rows in
-order of arrival and looks past one that does not fit, so that the budget is used; a row that was passed over in
-`max_passed_over` batches becomes a barrier: nothing behind it is taken until it has left. As every row fits into an
-empty batch, a barrier at the head always leaves next.
+`take_batch` fills one batch from the group whose turn it is (see `batching.queue`). It takes rows in fair order and
+looks past one that does not fit, so that the budget is used; a row that was passed over in `max_passed_over` batches
+becomes the first of its tenant and a barrier: nothing behind it is taken until it has left. As every row fits into an
+empty batch, it leaves as soon as its tenant's turn comes.
+
+A batch also ends before it would make a row in it late: a row that joins must let all that are in it end in time.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Generic, Literal
+from typing import Generic, Literal, TypeAlias
 
 from batching.limits import BatchLimits
-from batching.queue import GroupKey, Payload, PendingQueue, Row
+from batching.queue import FairQueue
+from batching.row import GroupKey, Payload, Row
 
 MAX_LOOK_PAST = 64
 """Rows that do not fit before the search ends: bounds the work per batch when thousands of long rows wait."""
 
+Reason: TypeAlias = Literal["full", "waited", "drain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How predicted seconds become seconds on the clock."""
+
+    overhead_s: float = 0.0
+    """Predicted time of a forward beside the work of its rows."""
+    wall_per_work: float = 1.0
+    """Measured: seconds on the clock per predicted second."""
+
+    def forward_s(self, work_s: float) -> float:
+        """Time on the clock of a forward whose rows add up to `work_s`."""
+        return (self.overhead_s + work_s) * self.wall_per_work
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Generic[Payload]):
-    """Rows for one forward, in order of arrival; not yet taken out of the queue."""
+    """Rows for one forward, in fair order; they have left the queue."""
 
     key: GroupKey
     rows: tuple[Row[Payload], ...]
-    passed_over: tuple[Row[Payload], ...]
-    """Rows that wait although later ones of this batch do not."""
-    reason: Literal["full", "waited", "drain"]
+    reason: Reason
 
     @property
     def cost(self) -> int:
         """What the batch counts against the token budget."""
         return sum(row.cost for row in self.rows)
 
-
-def next_batch(
-    queue: PendingQueue[Payload],
-    limits: BatchLimits,
-    now: float,
-    *,
-    busy: Collection[GroupKey] = (),
-    draining: bool = False,
-) -> Plan[Payload] | None:
-    """Choose the next batch from the groups that are not `busy`, or None when none is ready at `now`."""
-    for key in queue.groups():
-        if key in busy:
-            continue
-        rows, passed_over, is_full = _fill(queue, key, limits)
-        reason = _reason(is_full, ready_at=ready_at(queue, key, limits), now=now, draining=draining)
-        if reason is not None:
-            return Plan(key=key, rows=rows, passed_over=passed_over, reason=reason)
-    return None
+    @property
+    def work_s(self) -> float:
+        """Predicted seconds of its rows."""
+        return sum(row.work_s for row in self.rows)
 
 
-def ready_at(queue: PendingQueue[Payload], key: GroupKey, limits: BatchLimits) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a choice depends on beside the queue and the limits."""
+
+    now: float
+    pace: Pace = Pace()
+    busy: Collection[GroupKey] = ()
+    """Groups that have as many running forwards as they may."""
+    draining: bool = False
+    """Nothing more will come, so nothing waits for company."""
+
+
+def take_batch(queue: FairQueue[Payload], limits: BatchLimits, situation: Situation) -> Plan[Payload] | None:
+    """Take the next batch out of the queue; None when no group is ready."""
+    key = queue.lead(lambda key: _reason(queue, key, limits, situation) is not None)
+    if key is None:
+        return None
+    reason = _reason(queue, key, limits, situation)
+    assert reason is not None, "only ready groups lead"
+    return Plan(key=key, rows=_fill(queue, key, limits, situation), reason=reason)
+
+
+def ready_at(queue: FairQueue[Payload], key: GroupKey, limits: BatchLimits) -> float:
     """When the group's batch leaves even if it is not full: the age of its oldest row decides."""
     return next(queue.rows(key)).arrived + limits.max_wait_s
 
 
-def take(queue: PendingQueue[Payload], plan: Plan[Payload]) -> None:
-    """Remove the plan's rows, remember whom they passed, and give the next group its turn."""
-    for row in plan.rows:
-        queue.discard(row)
-    for row in plan.passed_over:
-        row.passed_over += 1
-    queue.rotate(plan.key)
-
-
-def _reason(is_full: bool, *, ready_at: float, now: float, draining: bool) -> Literal["full", "waited", "drain"] | None:
-    if is_full:
+def _reason(queue: FairQueue[Payload], key: GroupKey, limits: BatchLimits, situation: Situation) -> Reason | None:
+    if key in situation.busy:
+        return None
+    # With more waiting than the budget holds, some row will not fit, whatever their order.
+    if queue.cost_of(key) >= limits.token_budget or queue.num_rows_in(key) >= limits.max_rows:
         return "full"
-    if now >= ready_at:
+    if situation.now >= ready_at(queue, key, limits):
         return "waited"
-    return "drain" if draining else None
+    return "drain" if situation.draining else None
 
 
 def _fill(
-    queue: PendingQueue[Payload], key: GroupKey, limits: BatchLimits
-) -> tuple[tuple[Row[Payload], ...], tuple[Row[Payload], ...], bool]:
+    queue: FairQueue[Payload], key: GroupKey, limits: BatchLimits, situation: Situation
+) -> tuple[Row[Payload], ...]:
     rows: list[Row[Payload]] = []
     misfits: list[Row[Payload]] = []
     num_passed_over = 0  # leading misfits that have a taken row behind them
-    room = limits.token_budget
-    for row in queue.rows(key):
-        if len(rows) == limits.max_rows or room == 0 or len(misfits) == MAX_LOOK_PAST:
+    room, work_s, must_end = limits.token_budget, 0.0, math.inf
+    turn = queue.turn(key)
+    while len(rows) < limits.max_rows and room > 0 and len(misfits) < MAX_LOOK_PAST:
+        row = turn.next()
+        if row is None:
             break
-        if row.cost <= room:
+        ends = min(must_end, math.inf if row.deadline is None else row.deadline)
+        is_in_time = situation.now + situation.pace.forward_s(work_s + row.work_s) <= ends
+        if row.cost <= room and (not rows or (is_in_time and work_s + row.work_s <= limits.max_work_s)):
+            turn.take()
             rows.append(row)
             room -= row.cost
+            work_s += row.work_s
+            must_end = ends
             num_passed_over = len(misfits)
         else:
+            turn.skip()
             misfits.append(row)
             if row.passed_over >= limits.max_passed_over:
                 break
-    is_full = len(rows) == limits.max_rows or room == 0 or bool(misfits)
-    return tuple(rows), tuple(misfits[:num_passed_over]), is_full
+    for row in misfits[:num_passed_over]:
+        row.passed_over += 1
+        row.is_barrier = row.passed_over >= limits.max_passed_over
+    turn.finish()
+    return tuple(rows)

@@ -1,95 +1,145 @@
-"""Rows that wait, first come first served within a group, groups in turn.
+"""Rows that wait, in fair order.
 
-Only this file orders rows. A group is everything that may share a forward: one revision, one batch group of tenants,
-one bucket. It exists while rows of it wait; an emptied group is forgotten and starts again at the back.
+Only this file orders rows. Who is next is decided on three levels, in seconds of work and never by counting rows:
+
+1. `interactive` and `batch` rows share the model as 1 - batch_share to batch_share while both wait;
+2. within a priority, tenants share it by weight, see `batching.shares`;
+3. within a tenant, the row whose deadline is nearest is next; see `Row.rank` for the bound on overtaking.
+
+A group is everything that may share a forward: one revision, one batch group of tenants, one bucket.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeAlias
 
-Payload = TypeVar("Payload")
+from batching.row import PRIORITIES, GroupKey, Payload, Priority, Row
+from batching.shares import Flow, Shares
 
-
-class GroupKey(NamedTuple):
-    """What rows must have in common to run in one forward. `bucket` is a ceiling in tokens, 0 where lengths mix."""
-
-    batch_group: str
-    revision: str
-    bucket: int
+DEFAULT_BATCH_SHARE = 0.1
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Row(Generic[Payload]):
-    """One sequence on its way through the batcher; compared by identity."""
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A flow's rows in one group: a heap of (rank, ticket), of which some may have left."""
 
-    key: GroupKey
-    tenant: str
-    num_tokens: int
-    cost: int
-    """What it counts against the token budget."""
-    payload: Payload = field(repr=False)
-    timeout_s: float | None = None
-    """The time that its request was given; None waits for ever."""
-    arrived: float = 0.0
-    """Clock time of admission, set by the batcher."""
-    passed_over: int = 0
-    """Batches that later rows joined while this one did not fit."""
+    flow: "_Flow"
+    entries: list[tuple[float, int]] = field(default_factory=list)
+    num_rows: int = 0
 
-    @property
-    def deadline(self) -> float | None:
-        """Clock time after which nobody wants the answer."""
-        return None if self.timeout_s is None else self.arrived + self.timeout_s
+
+_Flow: TypeAlias = Flow[GroupKey, _Line]
+_Shares: TypeAlias = Shares[GroupKey, _Line]
+
+
+@dataclass(slots=True, eq=False)
+class _Group(Generic[Payload]):
+    rows: OrderedDict[Row[Payload], None] = field(default_factory=OrderedDict)
+    """In order of arrival. Ordered, because the first of a plain dict is slow to find once many have left."""
+    cost: int = 0
+    turns: dict[Priority, list[tuple[float, int, _Line]]] = field(
+        default_factory=lambda: {priority: [] for priority in PRIORITIES}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """Seconds of waiting work as one tenant sees it, for a row of one priority."""
+
+    own_s: float
+    """The tenant's own, of this priority."""
+    same_priority_s: float
+    """Everybody's of this priority, own included."""
+    other_priority_s: float
+    weight: float
+    """Of all tenants with rows of this priority, the tenant itself not counted."""
 
 
 @dataclass(slots=True)
-class PendingQueue(Generic[Payload]):
-    """The waiting rows of one batcher, with running totals."""
+class FairQueue(Generic[Payload]):
+    """The waiting rows of one batcher, with running totals. Raises ValueError for a share that starves somebody."""
 
+    batch_share: float = DEFAULT_BATCH_SHARE
+    """Of the model's time, for `batch` rows while `interactive` ones wait too; between 0 and 1, both excluded."""
     num_rows: int = 0
     num_tokens: int = 0
     cost: int = 0
-    # Insertion-ordered dicts serve as ordered sets: O(1) to add, cancel and rotate. Each row has a ticket.
-    _groups: dict[GroupKey, dict[Row[Payload], int]] = field(default_factory=dict)
-    # A heap of (deadline, ticket): it may outlive a row, so it holds no row, and no payload is kept by it.
-    _deadlines: list[tuple[float, int]] = field(default_factory=list)
-    _rows_with_deadline: dict[int, Row[Payload]] = field(default_factory=dict)
-    _tickets: int = 0
+    work_s: float = 0.0
+    _shares: dict[Priority, _Shares] = field(
+        default_factory=lambda: {priority: Shares() for priority in PRIORITIES}, init=False
+    )
+    _groups: dict[GroupKey, _Group[Payload]] = field(default_factory=dict, init=False)
+    _now: float = field(default=0.0, init=False)  # virtual time between the two priorities
+    _tickets: dict[Row[Payload], int] = field(default_factory=dict, init=False)
+    # Heaps hold tickets, never rows: an entry may outlive its row, and must not keep a payload alive.
+    _rows: dict[int, Row[Payload]] = field(default_factory=dict, init=False)
+    _starts: list[tuple[float, int]] = field(default_factory=list, init=False)
+    _counter: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.batch_share < 1:
+            raise ValueError("batch_share: must be between 0 and 1, both excluded")
+
+    # ---- in and out ----------------------------------------------------------------------------------------------
 
     def add(self, row: Row[Payload]) -> None:
-        """Put `row` at the end of its group."""
-        self._tickets += 1
-        self._groups.setdefault(row.key, {})[row] = self._tickets
+        """Let `row` wait. Raises ValueError unless its work and weight are positive."""
+        if not (row.work_s > 0 and row.weight > 0):
+            raise ValueError("work_s and weight: must be above 0")
+        self._counter += 1
+        ticket = self._tickets[row] = self._counter
+        self._rows[ticket] = row
+        group = self._groups.setdefault(row.key, _Group())
+        group.rows[row] = None
+        group.cost += row.cost
+        line = self._line(row, group)
+        line.num_rows += 1
+        heapq.heappush(line.entries, (row.rank, ticket))
         self.num_rows += 1
         self.num_tokens += row.num_tokens
         self.cost += row.cost
-        if row.deadline is not None:
-            self._rows_with_deadline[self._tickets] = row
-            heapq.heappush(self._deadlines, (row.deadline, self._tickets))
+        self.work_s += row.work_s
+        if row.latest_start is not None:
+            heapq.heappush(self._starts, (row.latest_start, ticket))
 
     def discard(self, row: Row[Payload]) -> bool:
         """Take `row` out wherever it stands; False if it is not waiting."""
-        group = self._groups.get(row.key)
-        if group is None or row not in group:
+        ticket = self._tickets.pop(row, None)
+        if ticket is None:
             return False
-        self._rows_with_deadline.pop(group.pop(row), None)
-        if not group:
-            del self._groups[row.key]
+        del self._rows[ticket]
+        group = self._groups[row.key]
+        del group.rows[row]
+        group.cost -= row.cost
+        shares = self._shares[row.priority]
+        flow = shares.flows[row.tenant]
+        line = flow.lines[row.key]
+        line.num_rows -= 1
+        if not line.num_rows:
+            del flow.lines[row.key]
+        elif len(line.entries) > 2 * line.num_rows + 64:
+            line.entries = self._living(line.entries)
+        shares.remove(flow, row.work_s)
         self.num_rows -= 1
         self.num_tokens -= row.num_tokens
         self.cost -= row.cost
-        self._drop_stale_deadlines()
+        self.work_s -= row.work_s
+        if not self.num_rows:
+            self.work_s = 0.0  # sums of floats drift
+            self._now = max(of.served for of in self._shares.values())
+        if not group.rows:
+            del self._groups[row.key]
+        if len(self._starts) > 2 * len(self._rows) + 64:
+            # Most rows leave long before their deadline; without this their entries would pile up until then.
+            self._starts = self._living(self._starts)
         return True
 
-    def rotate(self, key: GroupKey) -> None:
-        """Send the group to the back of the turn order, if rows of it still wait."""
-        group = self._groups.pop(key, None)
-        if group is not None:
-            self._groups[key] = group
+    # ---- who waits -----------------------------------------------------------------------------------------------
 
     def groups(self) -> Iterator[GroupKey]:
-        """Groups with waiting rows, the next in turn first."""
+        """Groups with waiting rows, in no particular order."""
         return iter(self._groups)
 
     def num_groups(self) -> int:
@@ -97,30 +147,165 @@ class PendingQueue(Generic[Payload]):
         return len(self._groups)
 
     def rows(self, key: GroupKey) -> Iterator[Row[Payload]]:
-        """Waiting rows of a group, oldest first."""
-        return iter(self._groups.get(key, ()))
+        """Waiting rows of a group, in order of arrival."""
+        return iter(self._groups[key].rows) if key in self._groups else iter(())
 
     def num_rows_in(self, key: GroupKey) -> int:
         """How many rows of a group wait."""
-        return len(self._groups.get(key, ()))
+        return len(self._groups[key].rows) if key in self._groups else 0
 
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting row."""
-        while self._deadlines and self._deadlines[0][1] not in self._rows_with_deadline:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+    def cost_of(self, key: GroupKey) -> int:
+        """Cost of a group's waiting rows."""
+        return self._groups[key].cost if key in self._groups else 0
+
+    def tenant_work_s(self, tenant: str) -> float:
+        """Waiting work of one tenant, both priorities."""
+        return sum(of.flows[tenant].work_s for of in self._shares.values() if tenant in of.flows)
+
+    def num_tenants(self) -> int:
+        """Tenants that are remembered; one counts for each of its priorities."""
+        return sum(len(of.flows) for of in self._shares.values())
+
+    def backlog(self, tenant: str, priority: Priority) -> Backlog:
+        """What stands before a new row of `tenant`."""
+        of = self._shares[priority]
+        flow = of.flows.get(tenant)
+        is_waiting = flow is not None and flow.num_rows > 0
+        own_weight = flow.weight if flow is not None and is_waiting else 0.0
+        return Backlog(
+            own_s=flow.work_s if flow is not None else 0.0,
+            same_priority_s=of.work_s,
+            other_priority_s=self.work_s - of.work_s,
+            weight=max(of.weight - own_weight, 0.0),
+        )
+
+    def next_latest_start(self) -> float | None:
+        """The earliest moment after which a waiting row can no longer be answered in time."""
+        while self._starts and self._starts[0][1] not in self._rows:
+            heapq.heappop(self._starts)
+        return self._starts[0][0] if self._starts else None
 
     def expired(self, now: float) -> list[Row[Payload]]:
-        """Waiting rows whose deadline is at or before `now`, earliest first, each once; the caller discards them."""
+        """Waiting rows that no forward from `now` on could answer in time, each once; the caller discards them."""
         rows: list[Row[Payload]] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            row = self._rows_with_deadline.get(heapq.heappop(self._deadlines)[1])
+        while self._starts and self._starts[0][0] <= now:
+            row = self._rows.get(heapq.heappop(self._starts)[1])
             if row is not None:
                 rows.append(row)
         return rows
 
-    def _drop_stale_deadlines(self) -> None:
-        # Most rows leave long before their deadline; without this their tickets would pile up until then.
-        if len(self._deadlines) > 2 * len(self._rows_with_deadline) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._rows_with_deadline]
-            heapq.heapify(self._deadlines)
+    # ---- whose turn ----------------------------------------------------------------------------------------------
+
+    def lead(self, is_usable: Callable[[GroupKey], bool]) -> GroupKey | None:
+        """The group whose turn it is among the usable ones: of the next priority, its next tenant, its next row."""
+        waiting = [priority for priority in PRIORITIES if self._shares[priority].num_rows]
+        for priority in sorted(waiting, key=lambda priority: self._shares[priority].served):
+            for flow in self._shares[priority].in_order():
+                usable = [(self._head(line), key) for key, line in flow.lines.items() if is_usable(key)]
+                if usable:
+                    return min(usable)[1]
+        return None
+
+    def turn(self, key: GroupKey) -> "Turn[Payload]":
+        """Go through the rows of a group in fair order, taking some."""
+        return Turn(self, key)
+
+    # ---- parts ---------------------------------------------------------------------------------------------------
+
+    def _line(self, row: Row[Payload], group: _Group[Payload]) -> _Line:
+        shares = self._shares[row.priority]
+        if not shares.num_rows:
+            shares.served = max(shares.served, self._now)
+        flow = shares.join(row.tenant, weight=row.weight, order=self._counter)
+        shares.add(flow, row.work_s)
+        line = flow.lines.get(row.key)
+        if line is None:
+            line = flow.lines[row.key] = _Line(flow)
+            heapq.heappush(group.turns[row.priority], (flow.served, self._counter, line))
+        return line
+
+    def _charge(self, row: Row[Payload], flow: _Flow) -> None:
+        shares = self._shares[row.priority]
+        part = self.batch_share if row.priority == "batch" else 1 - self.batch_share
+        self._now = max(self._now, shares.served)
+        shares.served += row.work_s / part
+        shares.charge(flow, row.work_s)
+
+    def _head(self, line: _Line) -> tuple[float, int]:
+        while line.entries[0][1] not in self._rows:
+            heapq.heappop(line.entries)
+        return line.entries[0]
+
+    def _living(self, entries: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        living = [entry for entry in entries if entry[1] in self._rows]
+        heapq.heapify(living)
+        return living
+
+
+class Turn(Generic[Payload]):
+    """One pass over a group: `next` shows a row, which is then taken or skipped; `finish` lets the skipped wait on."""
+
+    def __init__(self, queue: FairQueue[Payload], key: GroupKey) -> None:
+        self._queue = queue
+        self._key = key
+        self._group = queue._groups[key]
+        self._skipped: list[tuple[Row[Payload], int, _Line]] = []
+        self._turns: list[tuple[float, int, _Line]] = []
+        self._exhausted: set[_Line] = set()
+
+    def next(self) -> Row[Payload] | None:
+        """The row whose turn it is; None when all were shown."""
+        best: Priority | None = None
+        for priority in PRIORITIES:
+            if self._has_next(self._group.turns[priority]) and (
+                best is None or self._queue._shares[priority].served < self._queue._shares[best].served
+            ):
+                best = priority
+        if best is None:
+            return None
+        self._turns = self._group.turns[best]
+        return self._queue._rows[self._queue._head(self._turns[0][2])[1]]
+
+    def take(self) -> None:
+        """The row shown leaves the queue and is charged to its tenant."""
+        _, order, line = self._turns[0]
+        row = self._queue._rows[heapq.heappop(line.entries)[1]]
+        flow = line.flow
+        self._queue._charge(row, flow)
+        self._queue.discard(row)
+        heapq.heapreplace(self._turns, (flow.served, order, line))
+
+    def skip(self) -> None:
+        """The row shown does not run now; the next one of its tenant may."""
+        line = self._turns[0][2]
+        ticket = heapq.heappop(line.entries)[1]
+        self._skipped.append((self._queue._rows[ticket], ticket, line))
+
+    def finish(self) -> None:
+        """End the pass. The skipped keep their place, or the front of their tenant if they became barriers."""
+        for row, ticket, line in self._skipped:
+            heapq.heappush(line.entries, (row.rank, ticket))
+            if line in self._exhausted:
+                self._exhausted.discard(line)
+                self._queue._counter += 1
+                heapq.heappush(self._group.turns[row.priority], (line.flow.served, self._queue._counter, line))
+        self._skipped.clear()
+
+    def _has_next(self, turns: list[tuple[float, int, _Line]]) -> bool:
+        while turns:
+            served, order, line = turns[0]
+            if not line.num_rows:
+                heapq.heappop(turns)
+            elif served < line.flow.served:
+                heapq.heapreplace(turns, (line.flow.served, order, line))
+            elif not self._has_unseen(line):
+                heapq.heappop(turns)
+                self._exhausted.add(line)
+            else:
+                return True
+        return False
+
+    def _has_unseen(self, line: _Line) -> bool:
+        while line.entries and line.entries[0][1] not in self._queue._rows:
+            heapq.heappop(line.entries)
+        return bool(line.entries)

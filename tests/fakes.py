@@ -17,8 +17,8 @@ from typing import Any
 from batching.groups import GroupSettings, InferenceGroups
 from batching.limits import BatchLimits, QueueLimits
 from batching.padding import ModelBatch
-from batching.queue import GroupKey, Row
 from batching.request import TokenRequest
+from batching.row import GroupKey, Row
 
 HANG_S = 20.0
 """Tests end in milliseconds; what is not done by then never will be."""
@@ -105,10 +105,13 @@ def rows(
     tenants: str = "a",
     groups: str = "g",
     bucket: int = 0,
-    timeout_s: float | None = None,
     cost: int | None = None,
+    **changes: Any,
 ) -> list[Row[int]]:
-    """Rows of these lengths; `tenants` and `groups` repeat letter by letter, the payload is the position."""
+    """Rows of these lengths; `tenants` and `groups` repeat letter by letter, the payload is the position.
+
+    A token is a millisecond of work.
+    """
     return [
         Row(
             key=GroupKey(groups[index % len(groups)], "rev-1", bucket),
@@ -116,7 +119,7 @@ def rows(
             num_tokens=length,
             cost=length if cost is None else cost,
             payload=index,
-            timeout_s=timeout_s,
+            **{"work_s": length / 1000, **changes},
         )
         for index, length in enumerate(lengths)
     ]

@@ -190,7 +190,7 @@ async def test_request_is_admitted_whole_or_not_at_all() -> None:
 
 @in_loop
 async def test_refusals_name_the_measured_backlog() -> None:
-    """Retry-After is what waits over the rate of the forwards so far."""
+    """Retry-After is what waits, at the pace of the forwards so far: 100 ms of work took 10 s."""
     bench = Bench(FakeForward(held=True), queue={"max_queued_rows": 2})
     await bench.submit([100])
     await bench.submit([60, 60])
@@ -200,7 +200,9 @@ async def test_refusals_name_the_measured_backlog() -> None:
     await bench.submit([90])
     with pytest.raises(Overloaded) as caught:
         bench.batcher.submit(rows([90]))
-    assert (caught.value.retry_after_s, bench.batcher.retry_after_s()) == (15.0, 15.0)
+    # 60 ms run and 150 ms wait.
+    assert caught.value.retry_after_s == pytest.approx(21.0)
+    assert (bench.batcher.backlog_s, bench.batcher.pace.wall_per_work) == pytest.approx((15.0, 100.0))
 
 
 @in_loop
@@ -322,13 +324,13 @@ async def test_observer_sees_each_forward() -> None:
 
 @in_loop
 async def test_deadline_ends_a_waiting_row() -> None:
-    """A row that waits at its deadline ends in the time it was given; one step before, it still waits."""
+    """A row that waits until its own millisecond would end too late ends then; one step before, it still waits."""
     bench = Bench(FakeForward(held=True))
     await bench.submit([1])
     (late,) = await bench.submit([1], timeout_s=2.0)
-    await advance(bench.clock, 1.9999)
+    await advance(bench.clock, 1.998)
     assert not late.done()
-    await advance(bench.clock, 2.0)
+    await advance(bench.clock, 1.999)
     (error,) = await outcomes([late])
     assert (type(error), error.timeout_s, bench.batcher.queued_rows) == (DeadlineExceeded, 2.0, 0)
 

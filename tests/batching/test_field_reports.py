@@ -11,7 +11,7 @@ import pytest
 from batching.batcher import Batcher
 from batching.errors import ForwardFailed, InputTooLong, RequestTooLarge
 from batching.groups import GroupSettings
-from batching.queue import Row
+from batching.row import Row
 from tests.fakes import (
     FakeClock,
     FakeForward,
@@ -190,7 +190,7 @@ async def test_bl_136_small_request_does_not_wait_for_a_huge_one() -> None:
     forward = FakeForward(held=True)
     batcher = _batcher(forward, max_rows=10)
     huge = batcher.submit(rows([1] * 600))
-    small = batcher.submit(rows([1] * 2, groups="s"))
+    small = batcher.submit(rows([1] * 2, groups="s", tenants="s"))
     forward.release(2)
     await settle()
     assert ([future.done() for future in small], sum(future.done() for future in huge)) == ([True, True], 10)
@@ -269,5 +269,5 @@ async def test_bl_053_too_long_token_row_leaves_no_trace() -> None:
 
 def test_row_does_not_show_its_payload() -> None:
     """The text form of a row, as a log line or an assertion would print it, holds no token."""
-    row: Row[list[int]] = Row(key=rows([1])[0].key, tenant="a", num_tokens=1, cost=1, payload=[987654321])
+    row: Row[list[int]] = Row(key=rows([1])[0].key, tenant="a", num_tokens=1, cost=1, work_s=1.0, payload=[987654321])
     assert "987654321" not in repr(row)

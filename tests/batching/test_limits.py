@@ -44,14 +44,30 @@ def test_queue_limit_is_refused(name: str, bad: Any) -> None:
         queue_limits(**{name: bad})
 
 
+@pytest.mark.parametrize("name", ["max_wait_s", "prepare_ahead_s"])
 @pytest.mark.parametrize("wait_s", [-0.001, math.inf, math.nan, True], ids=["negative", "inf", "nan", "bool"])
-def test_wait_is_refused(wait_s: float) -> None:
+def test_wait_is_refused(name: str, wait_s: float) -> None:
     """A wait must be a finite time."""
-    with pytest.raises(ValueError, match=r"^max_wait_s: "):
-        batch_limits(max_wait_s=wait_s)
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        batch_limits(**{name: wait_s})
+
+
+@pytest.mark.parametrize("bound_s", [0.0, -1.0, math.nan], ids=["zero", "negative", "nan"])
+def test_bound_on_work_is_refused(bound_s: float) -> None:
+    """A bound that admits nothing would refuse everything; no bound is infinity."""
+    with pytest.raises(ValueError, match=r"^max_work_s: "):
+        batch_limits(max_work_s=bound_s)
+    with pytest.raises(ValueError, match=r"^max_backlog_s: "):
+        queue_limits(max_backlog_s=bound_s)
 
 
 def test_all_limits_have_a_minimum() -> None:
     """A new field without a row in this file's tables is noticed."""
-    assert {*BatchLimits.__slots__} == {*BATCH_MINIMA, "max_wait_s"}
-    assert {*QueueLimits.__slots__} == {*QUEUE_MINIMA}
+    assert {*BatchLimits.__slots__} == {
+        *BATCH_MINIMA,
+        "max_wait_s",
+        "prepare_ahead_s",
+        "max_work_s",
+        "isolate_failures",
+    }
+    assert {*QueueLimits.__slots__} == {*QUEUE_MINIMA, "max_backlog_s"}

@@ -1,4 +1,4 @@
-"""PendingQueue against a naive list, and the few facts that a list cannot show."""
+"""FairQueue against a naive list, and the few facts that a list cannot show."""
 
 import gc
 import weakref
@@ -8,44 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batching.queue import GroupKey, PendingQueue, Row
+from batching.queue import FairQueue
+from batching.row import PRIORITIES, GroupKey, Priority, Row
 from tests.fakes import rows
 
+_WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 7.0}
 
-def _filled(*added: Row[int]) -> PendingQueue[int]:
-    queue: PendingQueue[int] = PendingQueue()
+
+def _filled(*added: Row[int]) -> FairQueue[int]:
+    queue: FairQueue[int] = FairQueue()
     for row in added:
         queue.add(row)
     return queue
-
-
-def _names(queue: PendingQueue[int]) -> list[str]:
-    return [key.batch_group for key in queue.groups()]
-
-
-@pytest.mark.parametrize(
-    ("rotated", "expected"),
-    [
-        pytest.param("a", ["b", "c", "a"], id="first"),
-        pytest.param("b", ["a", "c", "b"], id="middle"),
-        pytest.param("c", ["a", "b", "c"], id="last"),
-        pytest.param("z", ["a", "b", "c"], id="unknown"),
-    ],
-)
-def test_rotated_group_goes_to_the_back(rotated: str, expected: list[str]) -> None:
-    """A group that had its turn is looked at last; an unknown one changes nothing."""
-    queue = _filled(*rows([1, 1, 1], groups="abc"))
-    queue.rotate(GroupKey(rotated, "rev-1", 0))
-    assert _names(queue) == expected
-
-
-def test_emptied_group_starts_again_at_the_back() -> None:
-    """A group exists while rows of it wait."""
-    first, second, again = rows([1, 1, 1], groups="aba")
-    queue = _filled(first, second)
-    queue.discard(first)
-    queue.add(again)
-    assert _names(queue) == ["b", "a"]
 
 
 def test_discarding_twice_is_harmless() -> None:
@@ -84,7 +58,7 @@ def test_gone_rows_do_not_expire() -> None:
 def test_no_deadline_never_expires() -> None:
     """A row without a timeout waits for ever."""
     queue = _filled(*rows([1]))
-    assert (queue.next_deadline(), queue.expired(1e18)) == (None, [])
+    assert (queue.next_latest_start(), queue.expired(1e18)) == (None, [])
 
 
 def test_payload_of_a_gone_row_is_not_kept() -> None:
@@ -102,7 +76,7 @@ def test_payload_of_a_gone_row_is_not_kept() -> None:
     del payload, gone
     gc.collect()
     assert alive() is None
-    assert queue.next_deadline() == 1.0
+    assert queue.next_latest_start() == 1.0
 
 
 def test_deadlines_of_gone_rows_do_not_pile_up() -> None:
@@ -111,7 +85,7 @@ def test_deadlines_of_gone_rows_do_not_pile_up() -> None:
     for row in rows([1] * 5000, timeout_s=3600.0):
         queue.add(row)
         queue.discard(row)
-    assert len(queue._deadlines) < 500
+    assert len(queue._starts) < 500
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -119,7 +93,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: PendingQueue[int] = PendingQueue()
+        self.queue: FairQueue[int] = FairQueue()
         self.model: list[tuple[GroupKey, list[Row[int]]]] = []
         self.now = 0.0
         self.num_added = 0
@@ -133,10 +107,17 @@ class QueueMachine(RuleBasedStateMachine):
                 members.remove(row)
         self.model = [(key, members) for key, members in self.model if members]
 
-    @rule(group=st.sampled_from("abc"), length=st.integers(1, 9), timeout_s=st.none() | st.integers(0, 5))
-    def add(self, group: str, length: int, timeout_s: int | None) -> None:
+    @rule(
+        group=st.sampled_from("abc"),
+        tenant=st.sampled_from("abcd"),
+        priority=st.sampled_from(PRIORITIES),
+        length=st.integers(1, 9),
+        timeout_s=st.none() | st.integers(0, 5),
+    )
+    def add(self, group: str, tenant: str, priority: Priority, length: int, timeout_s: int | None) -> None:
         """A row arrives."""
-        (row,) = rows([length], groups=group, timeout_s=timeout_s, cost=2 * length)
+        changes = {"timeout_s": timeout_s, "priority": priority, "weight": _WEIGHTS[tenant]}
+        (row,) = rows([length], groups=group, tenants=tenant, cost=2 * length, **changes)
         row.arrived, row.payload = self.now, self.num_added
         self.num_added += 1
         self.queue.add(row)
@@ -155,12 +136,29 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.queue.discard(row)
         self._remove(row)
 
-    @rule(group=st.sampled_from("abc"))
-    def rotate(self, group: str) -> None:
-        """A group has had its turn."""
-        key = GroupKey(group, "rev-1", 0)
-        self.queue.rotate(key)
-        self.model.sort(key=lambda entry: entry[0] == key)
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), taken=st.lists(st.booleans(), min_size=1, max_size=6))
+    def pass_over_a_group(self, data: st.DataObject, taken: list[bool]) -> None:
+        """Some rows of a group leave, others are shown and stay; nothing is shown twice, nothing unshown leaves."""
+        key, members = data.draw(st.sampled_from(self.model))
+        turn = self.queue.turn(key)
+        shown = []
+        for is_taken in taken:
+            row = turn.next()
+            if row is None:
+                assert len(shown) == len(members)
+                break
+            shown.append((row, is_taken))
+            if is_taken:
+                turn.take()
+            else:
+                turn.skip()
+        turn.finish()
+        assert len({row for row, _ in shown}) == len(shown)
+        for row, is_taken in shown:
+            assert row in members
+            if is_taken:
+                self._remove(row)
 
     @rule(seconds=st.integers(0, 3))
     def expire(self, seconds: int) -> None:
@@ -181,19 +179,29 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.num_tokens == sum(row.num_tokens for row in waiting)
         assert self.queue.cost == sum(row.cost for row in waiting)
         assert self.queue.num_groups() == len(self.model)
+        assert self.queue.work_s == pytest.approx(sum(row.work_s for row in waiting))
+        for tenant in "abcd":
+            own = [row for row in waiting if row.tenant == tenant]
+            assert self.queue.tenant_work_s(tenant) == pytest.approx(sum(row.work_s for row in own))
+        for key, members in self.model:
+            assert self.queue.cost_of(key) == sum(row.cost for row in members)
 
     @invariant()
-    def order_agrees(self) -> None:
-        """Groups are in turn order, rows in order of arrival."""
-        assert list(self.queue.groups()) == [key for key, _ in self.model]
-        assert [list(self.queue.rows(key)) for key, _ in self.model] == [members for _, members in self.model]
-        assert [self.queue.num_rows_in(key) for key, _ in self.model] == [len(members) for _, members in self.model]
+    def backlog_agrees(self) -> None:
+        """What a newcomer would see is what waits."""
+        for tenant, priority in (("a", "interactive"), ("b", "batch")):
+            of = [row for row in self._waiting() if row.priority == priority]
+            backlog = self.queue.backlog(tenant, priority)  # type: ignore[arg-type]
+            assert backlog.own_s == pytest.approx(sum(row.work_s for row in of if row.tenant == tenant))
+            assert backlog.same_priority_s == pytest.approx(sum(row.work_s for row in of))
+            others = {row.tenant for row in of} - {tenant}
+            assert backlog.weight == pytest.approx(sum(_WEIGHTS[other] for other in others))
 
     @invariant()
     def next_deadline_agrees(self) -> None:
         """The earliest deadline is that of a waiting row."""
         deadlines = [row.deadline for row in self._waiting() if row.deadline is not None]
-        assert self.queue.next_deadline() == min(deadlines, default=None)
+        assert self.queue.next_latest_start() == min(deadlines, default=None)
 
 
 TestQueueMachine = QueueMachine.TestCase

@@ -13,7 +13,7 @@ from batching.batcher import Batcher
 from batching.errors import GroupLimit
 from batching.groups import GroupSettings
 from batching.padding import ModelBatch
-from batching.queue import GroupKey
+from batching.row import GroupKey
 from tests.fakes import (
     FakeForward,
     FakeModel,
@@ -88,7 +88,8 @@ async def test_s0_83_new_key_beyond_the_limit_fails_at_once() -> None:
     (refused,) = await harness.start(requests([1], tenants="c"))
     more = await harness.start(requests([1, 1], tenants="ab"))
     error = refused.exception()
-    assert (type(error), error and error.args) == (GroupLimit, (2, 1.0))
+    assert isinstance(error, GroupLimit)
+    assert (error.limit, error.retry_after_s > 0) == (2, True)
     await harness.groups.close()
     assert kinds(await outcomes(live + more)) == ["TokenPrediction"] * 4
 
