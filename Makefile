@@ -37,5 +37,5 @@ clean:
 	@touch $@
 
 .venv/installed-test: .venv/bin/python pyproject.toml constraints.txt
-	@$(INSTALL) '.[demo,test]'
+	@$(INSTALL) '.[demo,redis,test]'
 	@touch $@ .venv/installed-run

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from ray.serve import metrics
 
-from batching.batcher import FinishedForward
+from batching.cost import CostModel
 from batching.errors import TokenServeError
-from batching.queue import Payload
-from deployments.wire import ReplicaStats, TenantCounts
+from batching.forwards import FinishedForward
+from batching.row import Payload
+from deployments.wire import CostStats, ReplicaStats, TenantCounts
 
 PROBE_TENANT = "_probe"
 """Owner of readiness probes: they run like any row and count as nobody's."""
@@ -28,6 +29,9 @@ class ReplicaCounters:
         self._computed_tokens = 0
         self._charged_tokens = 0
         self._probe_forwards = 0
+        self._slow_forwards = 0
+        self._retried_forwards = 0
+        self._out_of_memory = 0
         self._metrics = _Metrics()
 
     def answered(self, tenant: str, *, rows: int, tokens: int) -> None:
@@ -67,24 +71,50 @@ class ReplicaCounters:
         self._metrics.forwards.inc(1, tags={"reason": finished.plan.reason})
         if computed_tokens:  # none when the forward raised, and a Ray counter refuses to grow by 0
             self._metrics.computed_tokens.inc(computed_tokens)
+        if finished.num_attempts > 1:
+            self._retried_forwards += 1
+            self._metrics.retried_forwards.inc(1)
+        if finished.out_of_memory_cost is not None:
+            self._out_of_memory += 1
+            self._metrics.out_of_memory.inc(1)
         self._metrics.charged_tokens.inc(finished.plan.cost)
         self._metrics.forward_ms.observe(finished.duration_s * 1000)
 
-    def queued(self, *, rows: int, tokens: int) -> None:
+    def slow_forward(self) -> None:
+        """A forward took several times its predicted time."""
+        self._slow_forwards += 1
+        self._metrics.slow_forwards.inc(1)
+
+    def cost(self, model: CostModel) -> None:
+        """The cost model in force."""
+        self._metrics.cost_error.set(model.error)
+        self._metrics.overhead_ms.set(model.overhead_s * 1000)
+        self._metrics.token_us.set(model.per_token_s * 1e6)
+
+    def queued(self, *, rows: int, tokens: int, backlog_s: float) -> None:
         """What waits now."""
+        self._metrics.backlog_s.set(backlog_s)
         self._metrics.queued_rows.set(rows)
         self._metrics.queued_tokens.set(tokens)
 
-    def stats(self, *, queued_rows: int, queued_tokens: int) -> ReplicaStats:
-        """All counts as one value."""
+    def stats(
+        self, *, queued_rows: int, queued_tokens: int, backlog_s: float, token_budget: int, cost: CostStats
+    ) -> ReplicaStats:
+        """All counts as one value, beside what the replica knows of itself."""
         return ReplicaStats(
             forwards=self._forwards,
             shared_forwards=self._shared_forwards,
             computed_tokens=self._computed_tokens,
             charged_tokens=self._charged_tokens,
             probe_forwards=self._probe_forwards,
+            slow_forwards=self._slow_forwards,
+            retried_forwards=self._retried_forwards,
+            out_of_memory=self._out_of_memory,
             queued_rows=queued_rows,
             queued_tokens=queued_tokens,
+            backlog_s=backlog_s,
+            token_budget=token_budget,
+            cost=cost,
             tenants=dict(self._tenants),
         )
 
@@ -120,6 +150,25 @@ class _Metrics:
         )
         self.queued_rows = metrics.Gauge("raggedserve_queued_rows", description="Rows waiting.")
         self.queued_tokens = metrics.Gauge("raggedserve_queued_tokens", description="Tokens of the rows waiting.")
+        self.backlog_s = metrics.Gauge("raggedserve_backlog_s", description="Predicted time to work off what waits.")
+        self.slow_forwards = metrics.Counter(
+            "raggedserve_slow_forwards", description="Forwards that took several times their predicted time."
+        )
+        self.retried_forwards = metrics.Counter(
+            "raggedserve_retried_forwards", description="Forwards that failed and whose rows were tried apart."
+        )
+        self.out_of_memory = metrics.Counter(
+            "raggedserve_out_of_memory", description="Forwards for which the device's memory was too small."
+        )
+        self.cost_error = metrics.Gauge(
+            "raggedserve_cost_error", description="Median relative error of predicted forward times."
+        )
+        self.overhead_ms = metrics.Gauge(
+            "raggedserve_forward_overhead_ms", description="Predicted time of a forward beside its rows."
+        )
+        self.token_us = metrics.Gauge(
+            "raggedserve_token_us", description="Predicted time of one position in a forward, in microseconds."
+        )
         self.forward_ms = metrics.Histogram(
             "raggedserve_forward_ms",
             description="Duration of a forward in milliseconds, from its start to its outcomes.",

@@ -20,6 +20,7 @@ from ray.serve.exceptions import (
 )
 
 from batching.errors import (
+    DeviceLost,
     Draining,
     ForwardFailed,
     Overloaded,
@@ -27,6 +28,7 @@ from batching.errors import (
     RevisionUnavailable,
     TokenServeError,
 )
+from batching.row import Priority
 from deployments.revisions import LiveRevision
 from deployments.tokenization import EncodedInput, TokenIds
 from deployments.wire import InferCall, InferReply
@@ -34,8 +36,8 @@ from deployments.wire import InferCall, InferReply
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-REPLICA_GONE = (RayActorError, ReplicaUnavailableError, TaskCancelledError, ObjectLostError, Draining)
-"""The replica died, disappeared, dropped the call, took its answer along or is stopping: another may answer."""
+REPLICA_GONE = (RayActorError, ReplicaUnavailableError, TaskCancelledError, ObjectLostError, Draining, DeviceLost)
+"""The replica died, disappeared, dropped the call, lost its answer, is stopping or useless: another may answer."""
 
 Result = TypeVar("Result")
 
@@ -55,6 +57,8 @@ class Caller:
 
     tenant: str
     batch_group: str
+    weight: float = 1.0
+    priority: Priority = "interactive"
 
 
 def cut_by_bucket(rows: Sequence[EncodedInput | TokenServeError], live: LiveRevision) -> list[BucketPart]:
@@ -105,6 +109,8 @@ async def _call_once(live: LiveRevision, part: BucketPart, caller: Caller, *, de
         lengths=np.fromiter(map(len, part.token_ids), dtype=np.int32, count=len(part.token_ids)),
         tenant=caller.tenant,
         batch_group=caller.batch_group,
+        weight=caller.weight,
+        priority=caller.priority,
         timeout_s=max(deadline - asyncio.get_running_loop().time(), 0.001),
     )
     try:
@@ -123,6 +129,9 @@ async def _call_once(live: LiveRevision, part: BucketPart, caller: Caller, *, de
         raise ForwardFailed(_name(error)) from None
     if reply.refusal is not None:
         raise reply.refusal
+    for outcome in reply.errors.values():
+        if isinstance(outcome, REPLICA_GONE):
+            raise outcome  # rows that were inside when the replica stopped or its device failed
     return reply
 
 

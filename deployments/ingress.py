@@ -8,12 +8,10 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batching.errors import (
     DeadlineExceeded,
@@ -23,9 +21,12 @@ from batching.errors import (
     TokenServeError,
     UnknownRevision,
 )
-from deployments.dispatch import BucketPart, Caller, all_or_cancel, call_bucket, cut_by_bucket
+from deployments.dispatch import BucketPart, all_or_cancel, call_bucket, cut_by_bucket
+from deployments.quotas import QuotaKeeper
+from deployments.requests import InferAnswer, InferRequest, Tenant, caller_of, timeout_of, with_given_time
 from deployments.revisions import CALL_FAILED, Connect, LiveRevision, RevisionDirectory, ServeConnect
 from deployments.settings import GatewaySettings
+from deployments.token_bucket import open_store
 from deployments.tokenization import EncodedInput, TokenIds
 from deployments.wire import InferReply, ReplicaStats
 
@@ -40,58 +41,6 @@ MAX_INDICES_IN_ERROR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Whose request it is and what it may use."""
-
-    name: str
-    revisions: tuple[str, ...]
-    """Globs on resolved revisions, such as minilm@*."""
-    batch_group: str
-    """Tenants of one batch group may share a forward."""
-    is_admin: bool = False
-
-    def may_use(self, revision: str) -> bool:
-        """Whether a glob of this tenant covers the revision."""
-        return any(fnmatchcase(revision, pattern) for pattern in self.revisions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferRequest:
-    """One request in the form that every dialect is turned into."""
-
-    tenant: Tenant
-    revision: str
-    """A revision or an alias, as the client wrote it."""
-    inputs: Sequence[str | TokenIds]
-    """Texts get the model's special tokens; ids ([n] int32) are used exactly as given."""
-    params: Sequence[str]
-    """Name of each input in the client's dialect, for errors."""
-    truncate: bool = False
-    """Cut over-long inputs instead of refusing them."""
-    partial: bool = False
-    """Answer good rows although others fail."""
-    timeout_s: float | None = None
-    revision_param: str = "revision"
-    inputs_param: str = "inputs"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferAnswer:
-    """One outcome per input, in order.
-
-    `values` [N, width] float32, zeros for failed rows; `num_tokens` has N counts, 0 for failed rows; `errors` maps
-    failed rows to their errors and is empty unless the request allowed partial answers.
-    """
-
-    live: LiveRevision
-    values: NDArray[np.float32]
-    num_tokens: Sequence[int]
-    truncated: frozenset[int]
-    errors: Mapping[int, TokenServeError]
-    computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionStatus:
     """Whether a revision answers, and if not, why."""
 
@@ -103,8 +52,9 @@ class RevisionStatus:
 class Ingress:
     """A plain class; `serve_app` gives it HTTP and makes it a deployment."""
 
-    def __init__(self, connect: Connect | None = None) -> None:
+    def __init__(self, connect: Connect | None = None, quotas: QuotaKeeper | None = None) -> None:
         self.directory = RevisionDirectory(connect or ServeConnect())
+        self._quotas = quotas or QuotaKeeper(open_store(None), on_store_failure="open")
         self._settings: GatewaySettings | None = None
         self._pool = ThreadPoolExecutor(max_workers=TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
@@ -128,6 +78,7 @@ class Ingress:
     async def stop(self) -> None:
         """End background work."""
         await self.directory.stop()
+        await self._quotas.stop()
         self._pool.shutdown(wait=False)
 
     # ---- what the dialects ask -----------------------------------------------------------------------------------
@@ -139,9 +90,8 @@ class Ingress:
         ended in; with `partial`, errors of single rows are in the answer instead.
         """
         settings = self.settings
-        timeout_s = settings.default_timeout_s if request.timeout_s is None else request.timeout_s
-        if timeout_s > settings.max_timeout_s:
-            raise InvalidRequest("timeout_ms", f"is above the limit of {round(settings.max_timeout_s * 1000)}")
+        timeout_s = timeout_of(request, settings)
+        caller = caller_of(request)
         live = self.resolve(request.tenant, request.revision, param=request.revision_param)
         if len(request.inputs) > settings.max_rows_per_request:
             raise RequestTooLarge(
@@ -152,20 +102,29 @@ class Ingress:
                 "max_rows_per_request",
             )
         deadline = asyncio.get_running_loop().time() + timeout_s
-        caller = Caller(tenant=request.tenant.name, batch_group=request.tenant.batch_group)
         try:
             async with asyncio.timeout_at(deadline):
                 rows = await self._encode(request, live)
-                _check(rows, request, max_tokens=settings.max_tokens_per_request)
-                replies = await all_or_cancel(
-                    {part: call_bucket(live, part, caller, deadline=deadline) for part in cut_by_bucket(rows, live)}
-                )
-        except (TimeoutError, DeadlineExceeded):
-            # A replica knows the time that was left when the call was sent; the client knows the time it gave.
+                num_tokens = _check(rows, request, max_tokens=settings.max_tokens_per_request)
+                async with self._quotas.charged(
+                    caller.tenant,
+                    live.info.revision,
+                    request.tenant.quotas,
+                    tokens=num_tokens,
+                    param=request.inputs_param,
+                ) as charge:
+                    parts = cut_by_bucket(rows, live)
+                    replies = await all_or_cancel(
+                        {part: call_bucket(live, part, caller, deadline=deadline) for part in parts}
+                    )
+                    errors = _errors(rows, replies, timeout_s=timeout_s)
+                    if errors and not request.partial:
+                        raise errors[min(errors)]
+                    await self._quotas.refund_tokens(charge, _failed_tokens(rows, errors))
+        except TimeoutError:
             raise DeadlineExceeded(timeout_s) from None
-        errors = _errors(rows, replies, timeout_s=timeout_s)
-        if errors and not request.partial:
-            raise errors[min(errors)]
+        except TokenServeError as error:
+            raise with_given_time(error, timeout_s) from None
         return _assemble(rows, replies, errors, live)
 
     def resolve(self, tenant: Tenant, name: str, *, param: str) -> LiveRevision:
@@ -236,13 +195,15 @@ def _pieces(inputs: Sequence[str | TokenIds]) -> Iterator[tuple[int, int]]:
         yield start, len(inputs)
 
 
-def _check(rows: Sequence[EncodedInput | TokenServeError], request: InferRequest, *, max_tokens: int) -> None:
+def _check(rows: Sequence[EncodedInput | TokenServeError], request: InferRequest, *, max_tokens: int) -> int:
+    """The tokens of all good rows. Raises the first error unless `partial`, and RequestTooLarge."""
     errors = [row for row in rows if isinstance(row, TokenServeError)]
     if errors and not request.partial:
         raise _naming_others(errors)
     total = sum(len(row.token_ids) for row in rows if isinstance(row, EncodedInput))
     if total > max_tokens:
         raise RequestTooLarge(request.inputs_param, "tokens", total, max_tokens, "max_tokens_per_request")
+    return total
 
 
 def _naming_others(errors: Sequence[TokenServeError]) -> TokenServeError:
@@ -259,9 +220,13 @@ def _errors(
     errors = {index: row for index, row in enumerate(rows) if isinstance(row, TokenServeError)}
     for part, reply in replies.items():
         for index, error in reply.errors.items():
-            is_late = isinstance(error, DeadlineExceeded)
-            errors[part.indices[index]] = DeadlineExceeded(timeout_s) if is_late else error
+            errors[part.indices[index]] = with_given_time(error, timeout_s)
     return dict(sorted(errors.items()))
+
+
+def _failed_tokens(rows: Sequence[EncodedInput | TokenServeError], errors: Mapping[int, TokenServeError]) -> int:
+    """Tokens that were charged for rows that then failed."""
+    return sum(len(row.token_ids) for index in errors if isinstance(row := rows[index], EncodedInput))
 
 
 def _assemble(

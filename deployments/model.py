@@ -9,22 +9,26 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer
 
+from batching.cost import Measurement
 from deployments import self_check
-from deployments.forward import Forward, PaddedForward, RaggedForward, find_position_table
+from deployments.device_errors import guarded
+from deployments.forward import Forward, ForwardResult, PaddedForward, RaggedForward, find_position_table
 from deployments.ragged_attention import ATTENTION_NAME, available_kernels, choose_backend, register
 from deployments.settings import Dtype, Layout, Task
 
@@ -99,7 +103,9 @@ class LoadedModel:
 
     info: ModelInfo
     tokenizer_json: str
-    forward: Forward
+    forward: Callable[[Sequence[NDArray[np.int32]]], ForwardResult]
+    calibration: Sequence[Measurement] = ()
+    """Measured forwards; see `deployments.replica_model.load`."""
 
 
 class _RecordingTransformer(Transformer):  # type: ignore[misc]  # its package is not followed by mypy
@@ -141,7 +147,7 @@ def load_model(spec: ModelSpec) -> LoadedModel:
         self_check_max_difference=difference,
         supports_dimensions=_declares_matryoshka(folder),
     )
-    return LoadedModel(info=info, tokenizer_json=tokenizer_json, forward=forward)
+    return LoadedModel(info=info, tokenizer_json=tokenizer_json, forward=guarded(forward))
 
 
 def find_folder(model: str) -> Path:

@@ -6,118 +6,41 @@ put a row that does not fit at the back, and die for good on an error in a size 
 """
 
 import asyncio
-import os
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from ray import serve
 
-from batching.batcher import Batcher, FinishedForward
+from batching.batcher import Batcher
 from batching.buckets import Buckets
-from batching.errors import ForwardFailed, InputTooLong, TokenIdOutOfRange, TokenServeError
+from batching.cost import CostEstimator, Measurement, is_slow
+from batching.errors import DeviceLost, ForwardFailed, InputTooLong, TokenIdOutOfRange, TokenServeError
+from batching.forwards import FinishedForward
+from batching.isolation import BudgetGovernor
 from batching.limits import BatchLimits
 from batching.padding import MalformedOutput
-from batching.queue import GroupKey, Row
+from batching.row import GroupKey, Row
+from deployments.calibration import size_of
 from deployments.counters import PROBE_TENANT, ReplicaCounters
 from deployments.logs import join_serve_logs
-from deployments.settings import (
-    DEFAULT_CPU_TOKEN_BUDGET,
-    DEFAULT_GPU_TOKEN_BUDGET,
-    MAX_ROWS_PER_FORWARD,
-    BucketSettings,
-    Dtype,
-    Layout,
-    Task,
-)
-from deployments.wire import BucketInfo, InferCall, InferReply, ReplicaStats, RevisionInfo
+from deployments.replica_model import Model, ReplicaSettings, RowValue, TokenIds, default_token_budget, load
+from deployments.settings import MAX_ROWS_PER_FORWARD, BucketSettings
+from deployments.wire import CostStats, InferCall, InferReply, ReplicaStats, RevisionInfo
+
+logger = logging.getLogger(__name__)
 
 PROBE_FRESH_S = 2.0
 """A forward that succeeded this recently answers a readiness probe; otherwise the probe runs one."""
 STOP_TIMEOUT_S = 30.0
-
-TokenIds = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """Fixed for the life of a replica; a change restarts it. See `serve_app.config.RevisionArgs` for the meaning."""
-
-    revision: str
-    model: str
-    task: Task
-    layout: Layout
-    dtype: Dtype
-    device: str
-    threads: int | None
-    max_tokens: int
-    """The longest row of this bucket."""
-    ceilings: tuple[int, ...]
-    """Padding ceilings of the padded layout; empty for ragged."""
-    buckets: tuple[BucketInfo, ...]
-    """All buckets of the revision, this one included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowValue:
-    """What one row got: `values` [width] float32 and the positions that the model processed for it."""
-
-    values: NDArray[np.float32]
-    computed_tokens: int
-
-
-class ModelResult(Protocol):
-    """What one forward gives."""
-
-    @property
-    def values(self) -> NDArray[np.float32]:
-        """[B, width]."""
-
-    @property
-    def computed_tokens(self) -> int:
-        """Positions processed for all rows, padding included."""
-
-
-class Model(Protocol):
-    """The part of `deployments.model.LoadedModel` that a replica uses."""
-
-    @property
-    def info(self) -> Any:
-        """`deployments.model.ModelInfo`."""
-
-    @property
-    def tokenizer_json(self) -> str:
-        """The tokenizer, without padding and truncation."""
-
-    @property
-    def forward(self) -> Callable[[Sequence[TokenIds]], ModelResult]:
-        """Runs the model once; called from a worker thread."""
-
-
-def _load(settings: ReplicaSettings) -> Model:
-    # OpenMP reads this once, when torch is imported. Its workers wait for each other dozens of times in a forward; by
-    # default they spin, which takes the CPU from the other buckets, the ingress and Ray's proxy on the same machine:
-    # 5,000 tokens/s of two buckets on two CPUs became 2,000. Sleeping costs nothing measurable alone.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Here and not above: the ingress and the build task import this module and must not pay for torch.
-    from deployments.model import ModelSpec, load_model
-
-    return load_model(
-        ModelSpec(
-            model=settings.model,
-            task=settings.task,
-            layout=settings.layout,
-            dtype=settings.dtype,
-            device=settings.device,
-            threads=settings.threads,
-            max_tokens=settings.buckets[-1].max_tokens,
-        )
-    )
+MIN_WORK_S = 1e-9
+"""Work is never 0, whatever was fitted: nobody runs for free."""
 
 
 class ModelReplica:
@@ -127,7 +50,7 @@ class ModelReplica:
         self,
         settings: ReplicaSettings,
         siblings: Sequence[object] = (),
-        load: Callable[[ReplicaSettings], Model] = _load,
+        load: Callable[[ReplicaSettings], Model] = load,
     ) -> None:
         # `siblings` are handles of the other buckets: Ray deploys what the root deployment is bound to.
         join_serve_logs()
@@ -135,23 +58,23 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
         # In the thread that will run it, because OpenMP keeps a team of workers for each thread that calls it.
         self._model = self._pool.submit(load, settings).result()
-        self._default_budget = (
-            DEFAULT_GPU_TOKEN_BUDGET if self._model.info.device.startswith("cuda") else DEFAULT_CPU_TOKEN_BUDGET
-        )
+        self._default_budget = default_token_budget(self._model.info.device)
         self._ceilings = Buckets(settings.ceilings) if settings.ceilings else None
+        self._estimator = CostEstimator(self._model.calibration)
         self._counters = ReplicaCounters()
         self._last_success: float | None = None
         self._computed_tokens = 0  # of the forward that is finishing; read once by `_observe`
+        self._is_device_lost = False
         self._run_batch = serve.batch(
-            self._run_rows, max_batch_size=MAX_ROWS_PER_FORWARD, batch_wait_timeout_s=0, max_concurrent_batches=1
+            self._run_rows, max_batch_size=MAX_ROWS_PER_FORWARD, batch_wait_timeout_s=0, max_concurrent_batches=2
         )
         self._bucket_settings = BucketSettings()
+        limits = self._batch_limits(self._bucket_settings)
+        self._governor = BudgetGovernor(configured=limits.token_budget, floor=settings.max_tokens)
         self._batcher: Batcher[TokenIds, RowValue] = Batcher(
-            self._forward,
-            limits=self._batch_limits(self._bucket_settings),
-            queue_limits=self._bucket_settings.queue_limits(),
-            observe=self._observe,
+            self._forward, limits=limits, queue_limits=self._bucket_settings.queue_limits(), observe=self._observe
         )
+        self._batcher.set_overhead(self._estimator.model.overhead_s)
         self._info = self._revision_info()
         self._fingerprint = sha256(repr(replace(self._info, created=0)).encode()).hexdigest()
 
@@ -162,10 +85,14 @@ class ModelReplica:
         settings = BucketSettings.model_validate(user_config)
         limits = self._batch_limits(settings)
         self._bucket_settings = settings
-        self._batcher.reconfigure(limits, settings.queue_limits())
+        self._governor.configured = limits.token_budget
+        limits = replace(limits, token_budget=self._governor.budget)
+        self._batcher.reconfigure(limits, settings.queue_limits(), batch_share=settings.batch_share)
 
     async def check_health(self) -> None:
-        """Raise when no forward can end any more: a dead batch task, or a forward stuck for `stuck_forward_s`."""
+        """Raise when no forward can end well any more: a dead batch task, a lost device, a forward that is stuck."""
+        if self._is_device_lost:
+            raise RuntimeError("the device of the model is lost")
         if not await self._run_batch._is_batching_task_alive():
             raise RuntimeError("the batching task has ended; no further batch would run")
         running_s = self._batcher.oldest_forward_s()
@@ -233,7 +160,21 @@ class ModelReplica:
 
     async def stats(self) -> ReplicaStats:
         """Counters of this replica."""
-        return self._counters.stats(queued_rows=self._batcher.queued_rows, queued_tokens=self._batcher.queued_tokens)
+        model = self._estimator.model
+        return self._counters.stats(
+            queued_rows=self._batcher.queued_rows,
+            queued_tokens=self._batcher.queued_tokens,
+            backlog_s=self._batcher.backlog_s,
+            token_budget=self._batcher.limits.token_budget,
+            cost=CostStats(
+                overhead_s=model.overhead_s,
+                per_token_s=model.per_token_s,
+                per_pair_s=model.per_pair_s,
+                error=model.error,
+                is_reliable=model.is_reliable,
+                wall_per_work=self._batcher.pace.wall_per_work,
+            ),
+        )
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +197,10 @@ class ModelReplica:
             tenant=call.tenant,
             num_tokens=num_tokens,
             cost=ceiling or num_tokens,
+            work_s=max(self._estimator.model.row_s(ceiling or num_tokens), MIN_WORK_S),
             payload=token_ids,
+            weight=call.weight,
+            priority=call.priority,
             timeout_s=call.timeout_s,
         )
 
@@ -289,7 +233,11 @@ class ModelReplica:
         if len({row.key for row in rows}) != 1:
             raise ForwardFailed("rows of several groups met in one batch")
         payloads = [row.payload for row in rows]
-        result = await asyncio.get_running_loop().run_in_executor(self._pool, self._model.forward, payloads)
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._pool, self._model.forward, payloads)
+        except DeviceLost:
+            self._is_device_lost = True
+            raise
         self._computed_tokens = result.computed_tokens
         _check_output(result.values, num_rows=len(rows), width=self._model.info.dimension)
         self._last_success = time.monotonic()
@@ -304,10 +252,37 @@ class ModelReplica:
     def _observe(self, finished: FinishedForward[TokenIds]) -> None:
         computed_tokens, self._computed_tokens = self._computed_tokens, 0
         self._counters.forward(finished, computed_tokens=computed_tokens)
+        if finished.out_of_memory_cost is not None:
+            self._governor.out_of_memory(finished.out_of_memory_cost)
+        elif finished.num_failed == 0:
+            self._governor.succeeded()
+            self._learn(finished)
+        if self._batcher.limits.token_budget != self._governor.budget:
+            logger.warning("token budget: %d, configured %d", self._governor.budget, self._governor.configured)
+            self._batcher.set_token_budget(self._governor.budget)
+        self._counters.cost(self._estimator.model)
         self._update_gauges()
 
+    def _learn(self, finished: FinishedForward[TokenIds]) -> None:
+        if finished.num_attempts > 1:
+            return
+        lengths = [row.num_tokens for row in finished.plan.rows]
+        size = size_of(lengths, is_padded=self._ceilings is not None)
+        self._estimator.record(Measurement(size=size, duration_s=finished.duration_s))
+        self._batcher.set_overhead(self._estimator.model.overhead_s)
+        if is_slow(finished.duration_s, finished.predicted_s):
+            self._counters.slow_forward()
+            logger.warning(
+                "slow forward: %.3f s, predicted %.3f s, rows=%d cost=%d",
+                finished.duration_s,
+                finished.predicted_s,
+                len(lengths),
+                finished.plan.cost,
+            )
+
     def _update_gauges(self) -> None:
-        self._counters.queued(rows=self._batcher.queued_rows, tokens=self._batcher.queued_tokens)
+        batcher = self._batcher
+        self._counters.queued(rows=batcher.queued_rows, tokens=batcher.queued_tokens, backlog_s=batcher.backlog_s)
 
     # ---- settings ------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,15 @@
 """What may change while a deployment serves: the `user_config` of the YAML, checked with the path of a bad key."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batching.limits import BatchLimits, QueueLimits
+from batching.queue import DEFAULT_BATCH_SHARE
 
 MAX_ROWS_PER_FORWARD = 1000
-"""Also the replicas' `max_ongoing_requests`: above 1000 Ray would fix the actor's concurrency at its creation."""
+"""Also the size of a batch for `@serve.batch`, which a plan never exceeds."""
 
 DEFAULT_CPU_TOKEN_BUDGET = 2048
 """About a third of a second of a 6-layer model on two CPU cores; throughput is flat above it there."""
@@ -34,6 +36,14 @@ class BucketSettings(_Settings):
     """Most rows in one forward."""
     max_wait_s: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
     """How long rows may be held back to gather company; 0 starts an idle model at once."""
+    max_forward_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Longest predicted time of one forward that holds several rows. Default: the token budget alone decides."""
+    prepare_ahead_s: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """How long before the predicted end of a forward the next batch is chosen. 0: after it, with the most to choose."""
+    max_backlog_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = 30.0
+    """Most predicted work waiting in one replica; each tenant gets as much of it, by weight, as all leave free."""
+    batch_share: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = DEFAULT_BATCH_SHARE
+    """Part of the model that `batch` rows get while `interactive` ones wait too."""
     max_queued_tokens: PositiveInt = 524_288
     """Most cost waiting in one replica. The default takes the largest request that the ingress lets through."""
     max_queued_rows: PositiveInt = 8192
@@ -50,7 +60,14 @@ class BucketSettings(_Settings):
             raise ValueError(
                 f"token_budget: {budget} is below the bucket's longest row of {max_tokens} tokens, which can never run"
             )
-        return BatchLimits(token_budget=budget, max_rows=self.max_rows, max_wait_s=self.max_wait_s)
+        return BatchLimits(
+            token_budget=budget,
+            max_rows=self.max_rows,
+            max_wait_s=self.max_wait_s,
+            max_work_s=math.inf if self.max_forward_s is None else self.max_forward_s,
+            prepare_ahead_s=self.prepare_ahead_s,
+            isolate_failures=True,
+        )
 
     def queue_limits(self) -> QueueLimits:
         """Limits on what waits; one group may use all of it."""
@@ -59,6 +76,7 @@ class BucketSettings(_Settings):
             max_queued_rows=self.max_queued_rows,
             max_queued_rows_per_group=self.max_queued_rows,
             max_groups=self.max_groups,
+            max_backlog_s=self.max_backlog_s,
         )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batching.errors import TokenServeError
+from batching.row import Priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,9 @@ class InferCall:
     lengths: NDArray[np.int32]
     tenant: str
     batch_group: str
+    weight: float = 1.0
+    """Of the tenant: twice the weight, twice the share of the model while others wait."""
+    priority: Priority = "interactive"
     timeout_s: float
     """Time left when the call was sent; a duration, because clocks of two nodes do not agree."""
 
@@ -87,6 +91,21 @@ class TenantCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostStats:
+    """The cost model in force, see `batching.cost`: seconds = overhead + per_token x positions + per_pair x pairs."""
+
+    overhead_s: float
+    per_token_s: float
+    per_pair_s: float
+    error: float
+    """Median relative error of its predictions."""
+    is_reliable: bool
+    """False: durations cannot be told from noise, and positions alone count."""
+    wall_per_work: float
+    """Seconds on the clock per predicted second, over about the last ten forwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
     """Counters of one replica since it started, and what waits in it now."""
 
@@ -98,6 +117,17 @@ class ReplicaStats:
     charged_tokens: int
     """Cost of the batches against the token budget."""
     probe_forwards: int
+    slow_forwards: int
+    """Forwards that took several times their predicted time."""
+    retried_forwards: int
+    """Forwards that failed and whose rows were tried apart."""
+    out_of_memory: int
+    """Of those, the ones for which memory was too small."""
     queued_rows: int
     queued_tokens: int
+    backlog_s: float
+    """Predicted time to work off what waits."""
+    token_budget: int
+    """In force; below the configured one after running out of memory."""
+    cost: CostStats
     tenants: dict[str, TenantCounts]

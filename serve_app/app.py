@@ -13,8 +13,12 @@ from serve_app.config import GatewayArgs, RevisionArgs
 from serve_app.http import HttpIngress
 
 MAX_ONGOING_REQUESTS = 1000
-"""Of the ingress and of a replica. Admission bounds work long before; above 1000 Ray fixes the actor's concurrency."""
-assert MAX_ONGOING_REQUESTS >= MAX_ROWS_PER_FORWARD, "Ray warns when a batch could not fill"
+"""Of an ingress replica: each may hold a body."""
+
+MAX_ONGOING_CALLS = 10_000
+"""Of a model replica. Admission counts work and refuses long before, so that Ray's limit, which counts calls and makes
+them wait unseen, is never the one that is met. Above 1000, Ray fixes an actor's concurrency at its creation."""
+assert MAX_ONGOING_CALLS >= MAX_ROWS_PER_FORWARD, "Ray warns when a batch could not fill"
 
 MAX_QUEUED_REQUESTS = 1000
 """Requests that wait for a free replica in one caller; more are refused with 503."""
@@ -37,7 +41,7 @@ def revision(args: RevisionArgs) -> Application:
     """One revision: a deployment per length bucket, reached through the gateway only (`route_prefix: null`)."""
     replica = serve.deployment(ModelReplica).options(
         ray_actor_options={"num_cpus": 0.1},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        max_ongoing_requests=MAX_ONGOING_CALLS,
         max_queued_requests=MAX_QUEUED_REQUESTS,
         graceful_shutdown_timeout_s=60,
     )

@@ -16,7 +16,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batching.errors import TokenServeError
-from deployments.ingress import Tenant
+from batching.row import Priority
+from deployments.quotas import Quota
+from deployments.requests import Tenant
 from serve_app.yaml_file import YamlError, read_yaml
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,14 @@ class TenantEntry(BaseModel):
     """Tenants with the same batch group may share a forward. Default: a group of its own."""
     admin: bool = False
     """May read the stats of all tenants."""
+    weight: Annotated[float, Field(ge=0.01, le=1000, allow_inf_nan=False)] = 1.0
+    """Share of a busy model, beside the weights of the other tenants that wait: twice the weight, twice the share."""
+    priority: Priority = "interactive"
+    """Of requests that name none, and the highest that they may name: batch, or interactive."""
+    max_timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] | None = None
+    """Longest time that a request may ask for; the gateway's own limit holds too."""
+    quotas: list[Quota] = []
+    """What it may use of its revisions: the first whose glob covers a revision applies. Default: no limit."""
 
 
 class TenantsFile(BaseModel):
@@ -165,6 +175,10 @@ def load_tenants(path: Path) -> KeyRing:
             revisions=tuple(entry.revisions),
             batch_group=entry.batch_group or f"tenant:{name}",
             is_admin=entry.admin,
+            weight=entry.weight,
+            priority=entry.priority,
+            max_timeout_s=entry.max_timeout_s,
+            quotas=tuple(entry.quotas),
         )
         for digest in entry.keys_sha256:
             if digest in tenants:

@@ -3,15 +3,20 @@
 What may change while serving is `user_config`; see `deployments.settings`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deployments.model_replica import ReplicaSettings
+from deployments.quotas import OnStoreFailure
+from deployments.replica_model import ReplicaSettings
 from deployments.settings import Dtype, Layout, PositiveInt, Task
 from deployments.wire import BucketInfo
 
+QUOTA_STORAGE_VARIABLE = "RAGGEDSERVE_QUOTA_STORAGE"
+"""Environment variable for a URI with a password, because Ray's dashboard shows `args`."""
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 NonEmptyStr = Annotated[str, Field(min_length=1)]
@@ -25,6 +30,9 @@ class _Args(BaseModel):
 class GatewayArgs(_Args):
     """`args` of the gateway application."""
 
+    # An error repeats no value: a URI that is refused may be one with a password.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     tenants_file: NonEmptyStr
     """Who may call, see `serve_app.auth`. Relative paths: in the working directory, else beside the packages."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
@@ -33,6 +41,17 @@ class GatewayArgs(_Args):
     """Longest time in which a body must have arrived."""
     public_readiness_details: bool = True
     """Whether /ready lists the revisions to callers without a key; if not, they learn only ready or not."""
+    quota_storage: NonEmptyStr | None = None
+    """redis://host:port, in which all ingress replicas count quotas together. Default: each counts in its memory."""
+    quota_on_store_failure: OnStoreFailure = "open"
+    """While that storage is down, requests under a quota are admitted uncounted (open) or refused (closed)."""
+
+    @field_validator("quota_storage")
+    @classmethod
+    def _check_quota_storage(cls, uri: str | None) -> str | None:
+        if uri is not None and _has_password(_redis_uri(uri)):
+            raise ValueError(f"must not hold a password: put the URI into the variable {QUOTA_STORAGE_VARIABLE}")
+        return uri
 
 
 class BucketArgs(_Args):
@@ -106,6 +125,36 @@ class RevisionArgs(_Args):
         ceilings = self.ceilings if self.ceilings is not None else [2**power for power in range(4, 20)]
         # The bucket's own limit is always a ceiling, so that its longest row has one.
         return (*(ceiling for ceiling in ceilings if ceiling < max_tokens), max_tokens)
+
+
+def quota_storage_uri(args: GatewayArgs, environment: Mapping[str, str]) -> str | None:
+    """Where quotas are counted: the environment's URI, else that of `args`, else None for this process.
+
+    Raises ValueError naming the variable, and never its value.
+    """
+    uri = environment.get(QUOTA_STORAGE_VARIABLE)
+    if not uri:
+        return args.quota_storage
+    try:
+        _redis_uri(uri)
+    except ValueError as error:
+        raise ValueError(f"environment variable {QUOTA_STORAGE_VARIABLE}: {error}") from None
+    return uri
+
+
+def _redis_uri(uri: str) -> SplitResult:
+    try:
+        parts = urlsplit(uri)
+        is_complete = parts.scheme in {"redis", "rediss"} and bool(parts.hostname) and parts.port is not None
+    except ValueError:  # a port that is no number
+        is_complete = False
+    if not is_complete:
+        raise ValueError("must be redis://host:port or rediss://host:port, with /N for database N")
+    return parts
+
+
+def _has_password(parts: SplitResult) -> bool:
+    return bool(parts.password) or "password" in parse_qs(parts.query)
 
 
 def find_file(path: str) -> Path:

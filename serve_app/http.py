@@ -5,6 +5,7 @@ says so. The decision hangs on the matched route, never on the text of the path.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,14 +18,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from batching.errors import RevisionUnavailable, TokenServeError
-from deployments.ingress import Ingress, RevisionStatus, Tenant
+from deployments.ingress import Ingress, RevisionStatus
 from deployments.listen import listen_host
 from deployments.logs import join_serve_logs
+from deployments.quotas import QuotaKeeper
+from deployments.requests import Tenant
 from deployments.revisions import Connect
+from deployments.token_bucket import open_store
 from serve_app import native, openai
-from serve_app.auth import TenantStore, Unauthorized, key_of
+from serve_app.auth import CHECK_INTERVAL_S, TenantStore, Unauthorized, key_of
 from serve_app.body import read_json
-from serve_app.config import GatewayArgs, find_file
+from serve_app.config import GatewayArgs, find_file, quota_storage_uri
+from serve_app.headers import header_timeout_s, refuse_proxy_headers, within
 from serve_app.http_errors import (
     MethodNotAllowed,
     RouteNotFound,
@@ -51,7 +56,8 @@ class HttpIngress(Ingress):
 
     def __init__(self, args: GatewayArgs, connect: Connect | None = None, host: str | None = None) -> None:
         join_serve_logs()
-        super().__init__(connect)
+        store = open_store(quota_storage_uri(args, os.environ))
+        super().__init__(connect, QuotaKeeper(store, on_store_failure=args.quota_on_store_failure))
         self._args = args
         self._tenants = TenantStore(path=find_file(args.tenants_file), host=listen_host() if host is None else host)
         self._readiness: _Readiness | None = None
@@ -92,9 +98,24 @@ class HttpIngress(Ingress):
     def _for_tenant(self, endpoint: Callable[[Request, Tenant], Awaitable[Response]]) -> Endpoint:
         async def authenticated(request: Request) -> Response:
             # Before anything of the body is read.
-            return await endpoint(request, self._authenticate(request))
+            tenant = self._authenticate(request)
+            refuse_proxy_headers(request)
+            return await self._while_authentic(request, endpoint(request, tenant))
 
         return authenticated
+
+    async def _while_authentic(self, request: Request, work: Awaitable[Response]) -> Response:
+        """The outcome of `work`, which ends in Unauthorized when the key is revoked meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=CHECK_INTERVAL_S)
+                if not task.done():
+                    self._authenticate(request)
+        finally:
+            # Also when the client left: whatever waits on its behalf is called off.
+            task.cancel()
+        return task.result()
 
     def _authenticate(self, request: Request) -> Tenant:
         key = key_of(request.scope["headers"])
@@ -116,14 +137,16 @@ class HttpIngress(Ingress):
     # ---- endpoints -----------------------------------------------------------------------------------------------
 
     async def _infer(self, request: Request, tenant: Tenant) -> Response:
+        timeout_s = header_timeout_s(request)
         infer_request, ids = native.parse(await self._json(request), tenant, self.settings)
-        return json_response(native.render(await self.infer(infer_request), ids))
+        return json_response(native.render(await self.infer(within(infer_request, timeout_s)), ids))
 
     async def _embeddings(self, request: Request, tenant: Tenant) -> Response:
+        timeout_s = header_timeout_s(request)
         infer_request, fields = openai.parse(await self._json(request), tenant, self.settings)
         live = self.resolve(tenant, infer_request.revision, param="model")
         openai.check_dimensions(fields.dimensions, live.info)
-        return json_response(openai.render(await self.infer(infer_request), fields))
+        return json_response(openai.render(await self.infer(within(infer_request, timeout_s)), fields))
 
     async def _models(self, request: Request, tenant: Tenant) -> Response:
         entries = []

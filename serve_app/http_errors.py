@@ -100,6 +100,7 @@ class ErrorRow:
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+RATE_LIMIT = "rate_limit_error"
 
 ERROR_TABLE: dict[type[TokenServeError], ErrorRow] = {
     MalformedBody: ErrorRow(400, "malformed_body", INVALID),
@@ -115,15 +116,22 @@ ERROR_TABLE: dict[type[TokenServeError], ErrorRow] = {
     BodyTimeout: ErrorRow(408, "body_timeout", INVALID),
     BodyTooLarge: ErrorRow(413, "body_too_large", INVALID),
     UnsupportedMedia: ErrorRow(415, "unsupported_media_type", INVALID),
+    errors.OutOfMemory: ErrorRow(413, "out_of_memory", INVALID),
+    errors.TenantOverShare: ErrorRow(429, "tenant_over_share", RATE_LIMIT),
+    errors.QuotaExceeded: ErrorRow(429, "quota_exceeded", RATE_LIMIT),
     errors.ForwardFailed: ErrorRow(500, "forward_failed", SERVER),
     MalformedOutput: ErrorRow(500, "malformed_output", SERVER),
     errors.Overloaded: ErrorRow(503, "overloaded", "overloaded_error"),
     errors.QueueFull: ErrorRow(503, "queue_full", "overloaded_error"),
     errors.GroupLimit: ErrorRow(503, "group_limit", "overloaded_error"),
+    errors.WaitTooLong: ErrorRow(503, "wait_too_long", "overloaded_error"),
     errors.RevisionUnavailable: ErrorRow(503, "revision_unavailable", SERVER),
     errors.ReplicaLost: ErrorRow(503, "replica_lost", SERVER),
+    errors.DeviceLost: ErrorRow(503, "device_lost", SERVER),
     errors.Draining: ErrorRow(503, "draining", SERVER),
+    errors.QuotaStoreDown: ErrorRow(503, "quota_store_down", SERVER),
     errors.DeadlineExceeded: ErrorRow(504, "deadline_exceeded", SERVER),
+    errors.DeadlineUnreachable: ErrorRow(504, "deadline_unreachable", SERVER),
 }
 """The README repeats this table; a test compares them."""
 

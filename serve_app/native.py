@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batching.errors import EmptyInput, InvalidRequest, RequestTooLarge
 from batching.request import MAX_TOKEN_ID
-from deployments.ingress import InferAnswer, InferRequest, Tenant
+from batching.row import Priority
+from deployments.requests import InferAnswer, InferRequest, Tenant
 from deployments.settings import GatewaySettings
 from deployments.tokenization import TokenIds
 from serve_app.body import validated
@@ -25,6 +26,7 @@ class NativeBody(BaseModel):
     inputs: list[Any]
     truncate: bool = False
     timeout_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    priority: Priority | None = None
     partial: bool = False
 
 
@@ -44,6 +46,7 @@ def parse(body: object, tenant: Tenant, settings: GatewaySettings) -> tuple[Infe
         truncate=fields.truncate,
         partial=fields.partial,
         timeout_s=None if fields.timeout_ms is None else fields.timeout_ms / 1000,
+        priority=fields.priority,
     )
     return request, [row_id for row_id, _ in items]
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from batching.errors import EmptyInput, InvalidRequest
-from deployments.ingress import InferAnswer, InferRequest, Tenant
+from deployments.requests import InferAnswer, InferRequest, Tenant
 from deployments.settings import GatewaySettings
 from deployments.tokenization import TokenIds
 from deployments.wire import RevisionInfo

@@ -1,9 +1,11 @@
 """`GET /v1/stats`: counters of all replicas, added up; a tenant sees its own rows and nobody else's."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from batching.errors import RevisionUnavailable
-from deployments.ingress import Ingress, Tenant
+from deployments.ingress import Ingress
+from deployments.requests import Tenant
 from deployments.wire import ReplicaStats, TenantCounts
 
 
@@ -55,6 +57,13 @@ def _bucket(replicas: Sequence[ReplicaStats]) -> dict[str, object]:
         "refused": total.refused,
         "failed_rows": total.failed_rows,
         "probe_forwards": sum(replica.probe_forwards for replica in replicas),
+        "slow_forwards": sum(replica.slow_forwards for replica in replicas),
+        "retried_forwards": sum(replica.retried_forwards for replica in replicas),
+        "out_of_memory": sum(replica.out_of_memory for replica in replicas),
+        # Per replica: sums of these say nothing.
+        "backlog_s": [replica.backlog_s for replica in replicas],
+        "token_budget": [replica.token_budget for replica in replicas],
+        "cost": [asdict(replica.cost) for replica in replicas],
         "tenants": {
             name: {
                 "rows": counts.rows,

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.deployments.redis_server import RedisServer
+
 VOCAB_SIZE = 120
 MAX_TOKENS = 48
 
@@ -69,6 +71,17 @@ def _one_thread() -> Iterator[None]:
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this folder reaches a model hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis that is up and empty."""
+    server = RedisServer(tmp_path)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -26,10 +26,12 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.schema import ReplicaRank
 
+from batching.cost import ForwardSize, Measurement
 from batching.errors import TokenServeError
-from deployments.model_replica import ModelReplica, ReplicaSettings
+from deployments.model_replica import ModelReplica
+from deployments.replica_model import ReplicaSettings
 from deployments.revisions import ApplicationMissing
-from deployments.wire import BucketInfo, InferCall, InferReply, ReplicaStats, RevisionInfo
+from deployments.wire import BucketInfo, CostStats, InferCall, InferReply, ReplicaStats, RevisionInfo
 
 DIMENSION = 8
 VOCAB_SIZE = 3000
@@ -313,10 +315,35 @@ class FakeResult:
     computed_tokens: int
 
 
+COST = CostStats(overhead_s=0.01, per_token_s=1e-4, per_pair_s=1e-8, error=0.05, is_reliable=True, wall_per_work=1.5)
+
+
+def replica_stats(**changes: Any) -> ReplicaStats:
+    """A replica with different numbers in every field."""
+    fields: dict[str, Any] = {
+        "forwards": 2,
+        "shared_forwards": 1,
+        "computed_tokens": 30,
+        "charged_tokens": 500,
+        "probe_forwards": 7,
+        "slow_forwards": 3,
+        "retried_forwards": 5,
+        "out_of_memory": 4,
+        "queued_rows": 11,
+        "queued_tokens": 13,
+        "backlog_s": 0.25,
+        "token_budget": 2048,
+        "cost": COST,
+        "tenants": {},
+    }
+    return ReplicaStats(**{**fields, **changes})
+
+
 class FakeModel:
     """A model that answers `vector` of each row, or next what `answers` holds: an array, or an error to raise."""
 
     tokenizer_json = "{}"
+    calibration = (Measurement(size=ForwardSize(num_tokens=1, num_pairs=1), duration_s=1e-6),)
 
     def __init__(self, *, layout: str = "ragged", device: str = "cpu") -> None:
         self.info = FakeModelInfo(layout=layout, device=device)

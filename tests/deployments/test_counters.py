@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from batching.batcher import FinishedForward
+from batching.cost import CostModel
 from batching.errors import DeadlineExceeded
+from batching.forwards import FinishedForward
 from batching.plan import Plan
-from batching.queue import GroupKey, Row
+from batching.row import GroupKey, Row
 from deployments import counters
 from deployments.counters import PROBE_TENANT, ReplicaCounters
 from deployments.wire import TenantCounts
+from tests.deployments.fakes import COST
 
 
 @dataclass
@@ -70,19 +72,30 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> FakeMetrics:
     return fake
 
 
-def finished(*tenants: str, cost: int = 10) -> FinishedForward[None]:
+def finished(*tenants: str, cost: int = 10, **changes: Any) -> FinishedForward[None]:
     """A forward of one row per tenant name."""
     key = GroupKey("group", "minilm@v1", 0)
-    rows = tuple(Row[None](key=key, tenant=name, num_tokens=cost, cost=cost, payload=None) for name in tenants)
-    plan = Plan(key=key, rows=rows, passed_over=(), reason="waited")
-    return FinishedForward(plan=plan, started=0.0, duration_s=0.25, num_failed=0)
+    rows = tuple(
+        Row[None](key=key, tenant=name, num_tokens=cost, cost=cost, work_s=1.0, payload=None) for name in tenants
+    )
+    plan = Plan(key=key, rows=rows, reason="waited")
+    return FinishedForward(plan=plan, started=0.0, duration_s=0.25, predicted_s=0.2, num_failed=0, **changes)
+
+
+PRESENT: dict[str, Any] = {
+    "queued_rows": 4,
+    "queued_tokens": 40,
+    "backlog_s": 0.5,
+    "token_budget": 2048,
+    "cost": COST,
+}
 
 
 def test_forward_that_computed_nothing_is_counted(metrics: FakeMetrics) -> None:
     """A forward that raised counts as a forward and is charged, although no position was processed."""
     counted = ReplicaCounters()
     counted.forward(finished("acme"), computed_tokens=0)
-    stats = counted.stats(queued_rows=0, queued_tokens=0)
+    stats = counted.stats(**PRESENT)
     assert (stats.forwards, stats.computed_tokens, stats.charged_tokens) == (1, 0, 10)
     assert metrics.value("charged_tokens") == 10
     assert metrics.value("forward_ms") == 250
@@ -96,8 +109,9 @@ def test_every_event_feeds_stats_and_prometheus(metrics: FakeMetrics) -> None:
     counted.refused("acme", rows=7)
     counted.failed("acme", DeadlineExceeded(1.0))
     counted.forward(finished("acme", "acme"), computed_tokens=18)
-    counted.queued(rows=4, tokens=40)
-    stats = counted.stats(queued_rows=4, queued_tokens=40)
+    counted.queued(rows=4, tokens=40, backlog_s=0.5)
+    counted.cost(CostModel(overhead_s=0.01, per_token_s=1e-4, per_pair_s=0.0, error=0.05, is_reliable=True))
+    stats = counted.stats(**PRESENT)
     assert stats.tenants == {
         "acme": TenantCounts(rows=3, tokens=160, refused=7, failed_rows=1),
         "globex": TenantCounts(rows=1, tokens=5),
@@ -107,6 +121,21 @@ def test_every_event_feeds_stats_and_prometheus(metrics: FakeMetrics) -> None:
     assert (metrics.value("refused_rows"), metrics.value("failed_rows", "DeadlineExceeded")) == (7, 1)
     assert (metrics.value("forwards", "waited"), metrics.value("computed_tokens")) == (1, 18)
     assert (metrics.value("queued_rows"), metrics.value("queued_tokens")) == (4, 40)
+    assert (stats.queued_rows, stats.queued_tokens, stats.backlog_s, stats.cost) == (4, 40, 0.5, COST)
+    assert [metrics.value(name) for name in ("backlog_s", "cost_error", "forward_overhead_ms", "token_us")] == (
+        pytest.approx([0.5, 0.05, 10.0, 100.0])
+    )
+
+
+def test_troubles_are_counted(metrics: FakeMetrics) -> None:
+    """Slow forwards, forwards taken apart, and those for which memory was too small."""
+    counted = ReplicaCounters()
+    counted.slow_forward()
+    counted.forward(finished("acme", num_attempts=3), computed_tokens=1)
+    counted.forward(finished("acme", num_attempts=3, out_of_memory_cost=10), computed_tokens=1)
+    stats = counted.stats(**PRESENT)
+    assert (stats.slow_forwards, stats.retried_forwards, stats.out_of_memory) == (1, 2, 1)
+    assert [metrics.value(name) for name in ("slow_forwards", "retried_forwards", "out_of_memory")] == [1, 2, 1]
 
 
 def test_probes_are_nobodys(metrics: FakeMetrics) -> None:
@@ -116,7 +145,7 @@ def test_probes_are_nobodys(metrics: FakeMetrics) -> None:
     counted.refused(PROBE_TENANT, rows=1)
     counted.failed(PROBE_TENANT, DeadlineExceeded(1.0))
     counted.forward(finished(PROBE_TENANT), computed_tokens=1)
-    stats = counted.stats(queued_rows=0, queued_tokens=0)
+    stats = counted.stats(**PRESENT)
     assert (stats.probe_forwards, stats.forwards, stats.tenants) == (1, 0, {})
     assert metrics.written() == set()
 
@@ -132,7 +161,7 @@ def test_shared_forwards_are_counted(tenants: str, expected: int, metrics: FakeM
     """A forward with rows of several tenants can be told from one of a single tenant."""
     counted = ReplicaCounters()
     counted.forward(finished(*tenants), computed_tokens=1)
-    assert counted.stats(queued_rows=0, queued_tokens=0).shared_forwards == expected
+    assert counted.stats(**PRESENT).shared_forwards == expected
 
 
 def test_no_metric_has_a_tenant_label(metrics: FakeMetrics) -> None:
@@ -145,7 +174,7 @@ def test_stats_are_a_snapshot(metrics: FakeMetrics) -> None:
     """What was handed out does not change when more is counted."""
     counted = ReplicaCounters()
     counted.answered("acme", rows=1, tokens=1)
-    before = counted.stats(queued_rows=0, queued_tokens=0)
+    before = counted.stats(**PRESENT)
     counted.answered("acme", rows=1, tokens=1)
     counted.answered("globex", rows=1, tokens=1)
     assert before.tenants == {"acme": TenantCounts(rows=1, tokens=1)}

@@ -22,7 +22,8 @@ from batching.errors import (
     TokenServeError,
     UnknownRevision,
 )
-from deployments.ingress import MAX_PIECE_CHARS, PROBE_TIMEOUT_S, InferRequest, Ingress, RevisionStatus, Tenant, _pieces
+from deployments.ingress import MAX_PIECE_CHARS, PROBE_TIMEOUT_S, Ingress, RevisionStatus, _pieces
+from deployments.requests import InferRequest, Tenant
 from tests.deployments.fakes import (
     DIMENSION,
     VOCAB_SIZE,

@@ -13,9 +13,12 @@ from pydantic import ValidationError
 
 from batching.errors import (
     DeadlineExceeded,
+    DeadlineUnreachable,
+    DeviceLost,
     Draining,
     ForwardFailed,
     InputTooLong,
+    OutOfMemory,
     Overloaded,
     RequestTooLarge,
     TokenIdOutOfRange,
@@ -69,36 +72,72 @@ BAD_FORWARDS = [
     pytest.param(array(2, DIMENSION, 1), MalformedOutput, id="a dimension too many"),
     pytest.param(array(2), MalformedOutput, id="a dimension too few"),
     pytest.param(ValueError(SECRET), ForwardFailed, id="raises"),
-    pytest.param(MemoryError(), ForwardFailed, id="out of memory"),
+    pytest.param(MemoryError(), ForwardFailed, id="memory error of its own"),
+    pytest.param(OutOfMemory(2), OutOfMemory, id="out of memory"),
 ]
 
 
 @pytest.mark.parametrize(("answer", "expected"), BAD_FORWARDS)
 @in_skewed_loop
-async def test_bad_forward_fails_its_batch_by_name(answer: Any, expected: type[TokenServeError]) -> None:
-    """Every row of a batch whose forward raises or returns nonsense ends in the named error, and gets no value."""
+async def test_no_value_of_a_bad_forward_is_used(answer: Any, expected: type[TokenServeError]) -> None:
+    """S0-32 to S0-43: rows of a batch whose forward raises or returns nonsense are tried alone, once each."""
     model = FakeModel()
     model.answers.append(answer)
-    reply = await replica(model).infer(infer_call([[1, 2], [3]]))
-    assert [type(error) for error in reply.errors.values()] == [expected, expected]
-    assert not reply.values.any()
-    assert reply.computed_tokens == 0
+    target = replica(model)
+    reply = await target.infer(infer_call([[1, 2], [3]]))
+    assert not reply.errors
+    assert np.array_equal(reply.values, np.stack([vector([1, 2]), vector([3])]))
+    assert model.forwards == [[[1, 2], [3]], [[1, 2]], [[3]]]
+    assert (await target.stats()).retried_forwards == 1
 
 
 @pytest.mark.parametrize(("answer", "expected"), BAD_FORWARDS)
 @in_skewed_loop
-async def test_bad_forward_leaves_the_next_batch_alone(answer: Any, expected: type[TokenServeError]) -> None:
-    """The batch after a failed one is answered, and both are counted."""
+async def test_only_the_guilty_row_fails_and_by_name(answer: Any, expected: type[TokenServeError]) -> None:
+    """The row that fails alone too ends in the named error without a value; the batch after it is answered."""
     model = FakeModel()
-    model.answers.append(answer)
+    is_fine_alone = isinstance(answer, np.ndarray) and answer.shape == (1, DIMENSION)
+    model.answers += [answer, array(2, DIMENSION) if is_fine_alone else answer]
     target = replica(model)
-    await target.infer(infer_call([[1, 2], [3]]))
-    reply = await target.infer(infer_call([[4, 5]]))
+    reply = await target.infer(infer_call([[1, 2], [3]]))
+    assert {index: type(error) for index, error in reply.errors.items()} == {0: expected}
+    assert not reply.values[0].any()
+    assert np.array_equal(reply.values[1], vector([3]))
+    later = await target.infer(infer_call([[4, 5]]))
     stats = await target.stats()
-    assert not reply.errors
-    assert np.array_equal(reply.values[0], vector([4, 5]))
-    assert (stats.forwards, stats.tenants["acme"]) == (2, TenantCounts(rows=1, tokens=2, failed_rows=2))
+    assert np.array_equal(later.values[0], vector([4, 5]))
+    assert (stats.forwards, stats.tenants["acme"]) == (2, TenantCounts(rows=2, tokens=3, failed_rows=1))
     await target.check_health()
+
+
+@in_skewed_loop
+async def test_out_of_memory_cuts_the_budget_for_later_batches() -> None:
+    """BL-141: after a batch that did not fit, batches are half as large; the replica lives."""
+    model = FakeModel()
+    target = replica(model, max_tokens=8)
+    await target.reconfigure({"token_budget": 64})
+    model.answers.append(OutOfMemory(8))
+    rows = [[row] * 8 for row in range(8)]
+    reply = await target.infer(infer_call(rows))
+    assert not reply.errors
+    assert [len(forward) for forward in model.forwards] == [8, 4, 4]
+    assert (await target.stats()).token_budget == 32
+    await target.infer(infer_call(rows))
+    assert [len(forward) for forward in model.forwards[3:]] == [4, 4]
+    assert (await target.stats()).out_of_memory == 1
+
+
+@in_skewed_loop
+async def test_a_lost_device_fails_the_health_check() -> None:
+    """Nothing is tried again on a device that is lost: rows hear of it, and the replica asks to be replaced."""
+    model = FakeModel()
+    model.answers.append(DeviceLost(30.0))
+    target = replica(model)
+    reply = await target.infer(infer_call([[1], [2]]))
+    assert [type(error) for error in reply.errors.values()] == [DeviceLost, DeviceLost]
+    assert len(model.forwards) == 1
+    with pytest.raises(RuntimeError, match="device"):
+        await target.check_health()
 
 
 @in_skewed_loop
@@ -250,10 +289,24 @@ async def test_row_whose_time_is_over_is_not_run() -> None:
     """A row that waits past its deadline ends in DeadlineExceeded and is counted as failed."""
     model = FakeModel()
     target = replica(model)
-    reply = await target.infer(infer_call([[1]], timeout_s=0.0))
+    model.hold()
+    running = asyncio.create_task(target.infer(infer_call([[9]])))
+    await model.started()
+    reply = await target.infer(infer_call([[1]], timeout_s=0.05))
+    model.release()
+    await running
     assert isinstance(reply.errors[0], DeadlineExceeded)
-    assert model.forwards == []
-    assert (await target.stats()).tenants["acme"] == TenantCounts(failed_rows=1)
+    assert model.forwards == [[[9]]]
+    assert (await target.stats()).tenants["acme"] == TenantCounts(rows=1, tokens=1, failed_rows=1)
+
+
+@in_skewed_loop
+async def test_time_that_is_too_short_is_refused_at_the_door() -> None:
+    """No forward could end in no time: refused before the queue, and counted so."""
+    model = FakeModel()
+    target = replica(model)
+    assert isinstance(await error_of(target, infer_call([[1]], timeout_s=0.0)), DeadlineUnreachable)
+    assert (await target.stats()).tenants["acme"] == TenantCounts(refused=1)
 
 
 @in_skewed_loop

@@ -7,22 +7,32 @@ import pytest
 
 from batching.errors import (
     DeadlineExceeded,
+    DeadlineUnreachable,
+    DeviceLost,
     Draining,
     ForwardFailed,
     InputTooLong,
+    OutOfMemory,
     QueueFull,
+    TenantOverShare,
     TokenIdOutOfRange,
     TokenServeError,
+    WaitTooLong,
 )
 from batching.padding import MalformedOutput
-from deployments.wire import InferReply, ReplicaStats, TenantCounts
-from tests.deployments.fakes import infer_call, revision_info
+from deployments.wire import InferReply, TenantCounts
+from tests.deployments.fakes import infer_call, replica_stats, revision_info
 
 ERRORS = [
     InputTooLong("inputs", 300, 256),
     TokenIdOutOfRange("inputs", 30522),
     QueueFull(8, 1.5),
     DeadlineExceeded(2.0),
+    DeadlineUnreachable(0.5, 2.0),
+    WaitTooLong(0.5, 2.0, 3.0),
+    TenantOverShare(3.0),
+    OutOfMemory(600),
+    DeviceLost(30.0),
     Draining(),
     ForwardFailed("ValueError"),
     MalformedOutput("a value is not finite"),
@@ -49,16 +59,7 @@ def test_call_and_reply_keep_their_arrays() -> None:
 
 def test_values_compare_equal_after_the_trip() -> None:
     """Descriptions and counters are plain values."""
-    stats = ReplicaStats(
-        forwards=1,
-        shared_forwards=0,
-        computed_tokens=2,
-        charged_tokens=3,
-        probe_forwards=4,
-        queued_rows=5,
-        queued_tokens=6,
-        tenants={"acme": TenantCounts(rows=1)},
-    )
+    stats = replica_stats(tenants={"acme": TenantCounts(rows=1)})
     assert pickle.loads(pickle.dumps((revision_info(), stats))) == (revision_info(), stats)
 
 

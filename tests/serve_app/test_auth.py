@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from batching.errors import TokenServeError
+from deployments.quotas import Quota
 from serve_app import auth
 from serve_app.auth import (
     CHECK_INTERVAL_S,
@@ -207,6 +208,22 @@ BAD_FILES = [
     pytest.param({"tenants": {"acme": entry("k", admin="yes")}}, "tenants.acme.admin", id="admin as text"),
     pytest.param({"tenants": {"acme": entry("k", admin=1)}}, "tenants.acme.admin", id="admin as number"),
     pytest.param({"tenants": {"acme": entry("k", batch_group="")}}, "tenants.acme.batch_group", id="empty group"),
+    pytest.param({"tenants": {"acme": entry("k", quotas={})}}, "tenants.acme.quotas", id="quotas as a mapping"),
+    pytest.param(
+        {"tenants": {"acme": entry("k", quotas=[{"tokens_per_s": 5}])}},
+        "tenants.acme.quotas.0.revisions",
+        id="a quota without revisions",
+    ),
+    pytest.param(
+        {"tenants": {"acme": entry("k", quotas=[{"revisions": "*"}, {"revisions": "*", "token_per_s": 5}])}},
+        "tenants.acme.quotas.1.token_per_s",
+        id="unknown key in a quota",
+    ),
+    pytest.param(
+        {"tenants": {"acme": entry("k", quotas=[{"revisions": "*", "burst_tokens": 5}])}},
+        "burst_tokens: means nothing without tokens_per_s",
+        id="a burst without its rate",
+    ),
     pytest.param({"tenants": {"a b": entry("k")}}, "tenants.a b.[key]", id="a blank in a name"),
     pytest.param({"tenants": {"_probe": entry("k")}}, "tenants._probe.[key]", id="the probes' name"),
     pytest.param({"tenants": {7: entry("k")}}, "tenants.7.[key]", id="a number for a name"),
@@ -248,6 +265,15 @@ def test_batch_group(more: dict[str, Any], expected: str, tmp_path: Path) -> Non
     """Without a batch group a tenant has one that no other tenant can name by accident."""
     ring = load_tenants(tenants_file(tmp_path, {"tenants": {"acme": entry("k", **more)}}))
     assert ring.authenticate("k").batch_group == expected
+
+
+def test_quotas_reach_the_tenant(tmp_path: Path) -> None:
+    """Entries keep their order and their numbers, whole or not; without any there is no quota."""
+    quotas = [{"revisions": "minilm@v1", "requests_per_s": 0.5}, {"revisions": "*", "tokens_per_s": 2000}]
+    content = {"tenants": {"acme": entry("k", quotas=quotas), "globex": entry("j")}}
+    ring = load_tenants(tenants_file(tmp_path, content))
+    assert ring.authenticate("k").quotas == tuple(Quota.model_validate(each) for each in quotas)
+    assert ring.authenticate("j").quotas == ()
 
 
 def test_default_batch_group_cannot_be_joined_by_name(tmp_path: Path) -> None:

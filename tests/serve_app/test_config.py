@@ -10,7 +10,14 @@ from ray.serve._private.build_app import build_app
 
 from deployments.settings import MAX_ROWS_PER_FORWARD
 from serve_app import app
-from serve_app.config import PROJECT_ROOT, GatewayArgs, RevisionArgs, find_file
+from serve_app.config import (
+    PROJECT_ROOT,
+    QUOTA_STORAGE_VARIABLE,
+    GatewayArgs,
+    RevisionArgs,
+    find_file,
+    quota_storage_uri,
+)
 
 REVISION: dict[str, Any] = {"revision": "minilm@v1", "model": "m", "task": "embed", "buckets": [{"max_tokens": 64}]}
 
@@ -45,11 +52,53 @@ def messages(value: dict[str, Any]) -> list[str]:
         pytest.param({"tenants_file": "t", "body_timeout_s": 0}, "body_timeout_s", id="no time"),
         pytest.param({"tenants_file": "t", "body_timeout_s": 601}, "body_timeout_s", id="too much time"),
         pytest.param({"tenants_file": "t", "public_readiness_details": 1}, "public_readiness_details", id="number"),
+        pytest.param({"tenants_file": "t", "quota_storage": ""}, "quota_storage", id="storage empty"),
+        pytest.param({"tenants_file": "t", "quota_storage": "memory://"}, "quota_storage", id="storage in memory"),
+        pytest.param({"tenants_file": "t", "quota_storage": "redis://h"}, "quota_storage", id="storage without port"),
+        pytest.param({"tenants_file": "t", "quota_storage": "redis://:6379"}, "quota_storage", id="without host"),
+        pytest.param({"tenants_file": "t", "quota_storage": "redis://h:x"}, "quota_storage", id="port as text"),
+        pytest.param({"tenants_file": "t", "quota_on_store_failure": "shut"}, "quota_on_store_failure", id="no choice"),
     ],
 )
 def test_bad_gateway_args_name_their_key(value: dict[str, Any], expected: str) -> None:
     """Each argument has a type and a range."""
     assert paths(GatewayArgs, value) == [expected]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["redis://:pass-word@h:6379", "rediss://user:pass-word@h:6379/2", "redis://h:6379?password=pass-word"],
+)
+def test_storage_with_a_password_is_refused(uri: str) -> None:
+    """The message says where such a URI belongs, and does not repeat it."""
+    with pytest.raises(ValidationError, match=QUOTA_STORAGE_VARIABLE) as caught:
+        GatewayArgs.model_validate({"tenants_file": "t", "quota_storage": uri})
+    assert "pass-word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("in_args", "in_environment", "expected"),
+    [
+        pytest.param(None, None, None, id="neither"),
+        pytest.param("redis://a:6379", None, "redis://a:6379", id="args"),
+        pytest.param("redis://user@a:6379/1", "", "redis://user@a:6379/1", id="empty variable"),
+        pytest.param(None, "rediss://:secret@b:6379", "rediss://:secret@b:6379", id="environment"),
+        pytest.param("redis://a:6379", "redis://:secret@b:6379", "redis://:secret@b:6379", id="environment wins"),
+    ],
+)
+def test_where_quotas_are_stored(in_args: str | None, in_environment: str | None, expected: str | None) -> None:
+    """The environment's URI, which may hold a password, comes before that of the args."""
+    environment = {} if in_environment is None else {QUOTA_STORAGE_VARIABLE: in_environment}
+    args = GatewayArgs(tenants_file="t", quota_storage=in_args)
+    assert quota_storage_uri(args, environment) == expected
+
+
+@pytest.mark.parametrize("uri", ["http://:pass-word@h:1", "redis://:pass-word@h", "redis://:pass-word@h:port"])
+def test_bad_uri_in_the_environment_is_not_repeated(uri: str) -> None:
+    """The variable is named and its value is not."""
+    with pytest.raises(ValueError, match=f"^environment variable {QUOTA_STORAGE_VARIABLE}: must be redis:") as caught:
+        quota_storage_uri(GatewayArgs(tenants_file="t"), {QUOTA_STORAGE_VARIABLE: uri})
+    assert "pass-word" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from batching.errors import (
     InvalidRequest,
     Overloaded,
     QueueFull,
+    QuotaExceeded,
+    QuotaStoreDown,
     ReplicaLost,
     RevisionUnavailable,
     TokenServeError,
@@ -26,7 +28,14 @@ from serve_app.auth import Unauthorized
 from serve_app.http_errors import ERROR_TABLE, MethodNotAllowed, error_response
 
 OURS = (batching, deployments, serve_app)
-TYPES = {"invalid_request_error", "authentication_error", "permission_error", "overloaded_error", "server_error"}
+TYPES = {
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "rate_limit_error",
+    "overloaded_error",
+    "server_error",
+}
 
 
 def _subclasses(base: type[TokenServeError]) -> Iterator[type[TokenServeError]]:
@@ -72,6 +81,8 @@ def test_status_and_type_agree(error: type[TokenServeError]) -> None:
         (RevisionUnavailable("minilm@v1", 1.0), "1"),
         (ReplicaLost(1.0), "1"),
         (Draining(), "1"),
+        (QuotaExceeded("tokens_per_s", 2000.0, 3.2), "4"),
+        (QuotaStoreDown("quota_on_store_failure", 1.0), "1"),
         (DeadlineExceeded(2.0), None),
         (InvalidRequest("inputs", "is wrong"), None),
     ],

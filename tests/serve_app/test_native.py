@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError
 
 from batching.errors import DeadlineExceeded, Draining, ForwardFailed, GroupLimit, QueueFull, RequestTooLarge
 from batching.padding import MalformedOutput
-from deployments.ingress import Tenant
+from deployments.requests import Tenant
 from deployments.settings import GatewaySettings
 from serve_app.native import parse
 from tests.deployments.fakes import REMOTE_TEXT, VOCAB_SIZE, as_ray_raises, current_loop, vector

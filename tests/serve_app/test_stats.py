@@ -1,26 +1,13 @@
 """GET /v1/stats: sums over replicas, and nobody sees another tenant's rows."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from deployments.wire import ReplicaStats, TenantCounts
+from deployments.wire import TenantCounts
+from tests.deployments.fakes import COST, replica_stats
 from tests.serve_app.fakes import ACME, ADMIN, GLOBEX, Server
-
-
-def replica_stats(**tenants: TenantCounts) -> ReplicaStats:
-    """A replica with different numbers in every field."""
-    return ReplicaStats(
-        forwards=2,
-        shared_forwards=1,
-        computed_tokens=30,
-        charged_tokens=500,
-        probe_forwards=7,
-        queued_rows=11,
-        queued_tokens=13,
-        tenants=tenants,
-    )
-
 
 ACME_COUNTS = TenantCounts(rows=3, tokens=160, refused=5, failed_rows=1)
 OTHERS = TenantCounts(rows=10, tokens=1000, refused=100, failed_rows=10000)
@@ -29,8 +16,11 @@ OTHERS = TenantCounts(rows=10, tokens=1000, refused=100, failed_rows=10000)
 @pytest.fixture
 def counted(server: Server) -> Server:
     """Two replicas for tokens-16, one for tokens-64, none that answers for other@v1."""
-    server.bucket("tokens-16").replicas = [replica_stats(acme=ACME_COUNTS, globex=OTHERS), replica_stats(acme=OTHERS)]
-    server.bucket("tokens-64").replicas = [replica_stats(acme=ACME_COUNTS)]
+    server.bucket("tokens-16").replicas = [
+        replica_stats(tenants={"acme": ACME_COUNTS, "globex": OTHERS}),
+        replica_stats(tenants={"acme": OTHERS}),
+    ]
+    server.bucket("tokens-64").replicas = [replica_stats(tenants={"acme": ACME_COUNTS})]
     return server
 
 
@@ -50,6 +40,12 @@ def test_admin_sees_sums_over_replicas(counted: Server) -> None:
         "refused": 205,
         "failed_rows": 20001,
         "probe_forwards": 14,
+        "slow_forwards": 6,
+        "retried_forwards": 10,
+        "out_of_memory": 8,
+        "backlog_s": [0.25, 0.25],
+        "token_budget": [2048, 2048],
+        "cost": [asdict(COST), asdict(COST)],
         "tenants": {
             "acme": {"rows": 13, "tokens": 1160, "refused": 105, "failed_rows": 10001},
             "globex": {"rows": 10, "tokens": 1000, "refused": 100, "failed_rows": 10000},
@@ -67,7 +63,8 @@ def test_replicas_that_do_not_answer_are_missing(counted: Server) -> None:
     """A bucket without any answer has zeros and says that nobody answered; a revision that is down has no buckets."""
     revisions = counted.get("/v1/stats", key=ADMIN).json()["revisions"]
     silent = revisions["other@v1"]["tokens-16"]
-    assert (silent.pop("tenants"), set(silent.values())) == ({}, {0})
+    assert [silent.pop(name) for name in ("tenants", "backlog_s", "token_budget", "cost")] == [{}, [], [], []]
+    assert set(silent.values()) == {0}
     assert revisions["down@v1"] == {}
 
 

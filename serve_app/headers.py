@@ -1,0 +1,43 @@
+"""Request headers that every route understands, and those that no client may send."""
+
+import math
+from dataclasses import replace
+
+from starlette.requests import Request
+
+from batching.errors import InvalidRequest
+from deployments.requests import InferRequest
+
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+
+PROXY_HEADERS = ("x-request-timeout-seconds", "x-request-disconnect-disabled")
+"""Ray's proxies obey these from anybody: one switches their timeout off, the other their watch for lost clients."""
+
+
+def header_timeout_s(request: Request) -> float | None:
+    """The time that the header gives the request. Raises InvalidRequest for anything but one positive number."""
+    values = request.headers.getlist(TIMEOUT_HEADER)
+    if not values:
+        return None
+    try:
+        (timeout_ms,) = map(float, values)
+    except ValueError:
+        timeout_ms = math.nan
+    if not 0 < timeout_ms < math.inf:
+        raise InvalidRequest(TIMEOUT_HEADER, "must be one number of milliseconds above 0")
+    return timeout_ms / 1000
+
+
+def within(request: InferRequest, timeout_s: float | None) -> InferRequest:
+    """`request` with the time of the header; where the body names one too, the shorter counts."""
+    if timeout_s is None:
+        return request
+    given_s = timeout_s if request.timeout_s is None else min(request.timeout_s, timeout_s)
+    return replace(request, timeout_s=given_s)
+
+
+def refuse_proxy_headers(request: Request) -> None:
+    """Raise InvalidRequest for a header that would let a client hold a request open beyond its time."""
+    for name in PROXY_HEADERS:
+        if name in request.headers:
+            raise InvalidRequest(name, f"is not accepted; give the time in {TIMEOUT_HEADER} or in the body")
