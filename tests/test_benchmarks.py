@@ -1,5 +1,7 @@
 """The parts of the benchmarks that a wrong figure could come from; no Ray, no server."""
 
+import dataclasses
+import json
 import socket
 
 import numpy as np
@@ -8,9 +10,26 @@ import pytest
 from benchmarks.example import PACKED, PADDED, Layout, arithmetic
 from benchmarks.in_process import batches
 from benchmarks.load import tokens_within
+from benchmarks.memory import growth, title_of
+from benchmarks.open_loop import (
+    HANG,
+    OK,
+    Bodies,
+    OpenLoopResult,
+    Reply,
+    Stream,
+    StreamResult,
+    classify,
+    due_times,
+    seconds_of,
+)
+from benchmarks.overload_report import BYSTANDER, LOAD, Level, expectations
+from benchmarks.planning import Case, cases, measure, verdicts
+from benchmarks.replies import breaches, counts, goodput, outcome_table, punctuality, recovered_s
 from benchmarks.report import CELLS, report
 from benchmarks.server import free_port, project_config
 from benchmarks.table import Spread, Window, percentile, render
+from benchmarks.testbed import Totals
 from benchmarks.workload import LengthMix, Workload, make_texts, one_token_words
 
 
@@ -189,3 +208,242 @@ def test_example_in_words() -> None:
     text = arithmetic([10, 50, 100])
     assert "padded 300, packed 160, ratio 1.875, waste 46.7%" in text
     assert "attention pairs 30000/12600, ratio 2.38" in text
+
+
+def _stream(**fields: object) -> Stream:
+    defaults = {"name": "t", "requests_per_s": 4.0, "lasts_s": 2.0, "connections": 1}
+    return Stream(**(defaults | fields))  # type: ignore[arg-type]  # fields of the caller
+
+
+def _reply(outcome: str = OK, **fields: object) -> Reply:
+    defaults = {
+        "due_s": 1.0,
+        "sent_s": 1.0,
+        "ended_s": 1.1,
+        "num_texts": 1,
+        "num_tokens": 10,
+        "timeout_s": 0.5,
+        "had_to_wait": False,
+    }
+    return Reply(outcome=outcome, **(defaults | fields))  # type: ignore[arg-type]  # fields of the caller
+
+
+def test_regular_schedule() -> None:
+    """Equal gaps from the start on, and nothing at or after the end."""
+    assert due_times(_stream(is_regular=True, starts_s=10.0)) == [10.0 + number / 4 for number in range(8)]
+
+
+def test_random_schedule() -> None:
+    """The rate is the stated one, moments rise and stay inside, and a seed gives one schedule."""
+    stream = _stream(requests_per_s=100.0, starts_s=3.0, lasts_s=50.0, seed=7)
+    times = due_times(stream)
+    assert len(times) == pytest.approx(5000, rel=0.05)
+    assert (times == sorted(times), times[0] >= 3.0, times[-1] < 53.0) == (True, True, True)
+    assert times == due_times(stream)
+    assert times != due_times(_stream(requests_per_s=100.0, starts_s=3.0, lasts_s=50.0, seed=8))
+
+
+def _bodies(**fields: object) -> Bodies:
+    workload = Workload(texts=list("abcde"), lengths=[3, 4, 5, 6, 7], reference=np.eye(5, dtype=np.float32))
+    return Bodies(_stream(**fields), workload)
+
+
+def test_bodies_take_turns() -> None:
+    """Shapes in turn, timeouts each for all shapes, texts round and round."""
+    bodies = _bodies(shapes=[1, 2], timeouts_ms=[500, 5000], fields={"revision": "m"})
+    assert [json.loads(bodies.request(number).body) for number in range(4)] == [
+        {"revision": "m", "timeout_ms": 500, "inputs": ["a"]},
+        {"revision": "m", "timeout_ms": 500, "inputs": ["c", "d"]},
+        {"revision": "m", "timeout_ms": 5000, "inputs": ["e"]},
+        {"revision": "m", "timeout_ms": 5000, "inputs": ["b", "c"]},
+    ]
+    request = bodies.request(1)
+    assert (request.texts, request.num_tokens, request.timeout_s, request.patience_s) == ([2, 3], 11, 0.5, 5.5)
+
+
+def test_bodies_without_fields() -> None:
+    """The baseline gets texts only, and as much time as the server gives by itself."""
+    request = _bodies().request(4)
+    assert (json.loads(request.body), request.timeout_s, request.patience_s) == ({"inputs": ["e"]}, None, 65.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "outcome"),
+    [
+        pytest.param(200, b"whatever", OK, id="answer"),
+        pytest.param(429, b'{"error": {"code": "tenant_over_share"}}', "429 tenant_over_share", id="our shape"),
+        pytest.param(503, b"Service Unavailable", "503 without a code", id="plain text"),
+        pytest.param(500, b'{"error": "x"}', "500 without a code", id="another shape"),
+        pytest.param(500, b"[]", "500 without a code", id="no object"),
+        pytest.param(504, b"", "504 without a code", id="empty"),
+    ],
+)
+def test_outcomes_have_names(status: int, answer: bytes, outcome: str) -> None:
+    """By status and code; what has no code is seen."""
+    assert classify(status, answer) == outcome
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [(None, None), ("3", 3.0), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("-1", None)]
+)
+def test_retry_after(header: str | None, seconds: float | None) -> None:
+    """Whole seconds; anything else is none that a client could use."""
+    assert seconds_of(header) == seconds
+
+
+def test_two_clocks_of_a_reply() -> None:
+    """The server is held to the time since it was asked, the caller sees the time since it was due."""
+    reply = _reply(due_s=1.0, sent_s=3.0, ended_s=3.5)
+    assert (reply.latency_s, reply.delay_s) == (0.5, 2.5)
+
+
+def test_result_survives_json() -> None:
+    """What the measuring process prints is what the other one reads."""
+    result = OpenLoopResult(streams={"t": StreamResult(num_due=2, replies=[_reply()])}, client_cpu_share=0.1)
+    assert OpenLoopResult.of_json(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
+def test_goodput_is_what_came_in_time() -> None:
+    """Late answers, refusals and what came after the window do not count; no deadline is never late."""
+    replies = [
+        _reply(ended_s=1.5, num_tokens=1),
+        _reply(ended_s=1.6, num_tokens=10),
+        _reply("429 tenant_over_share", num_tokens=100),
+        _reply(ended_s=9.0, timeout_s=None, num_tokens=1000),
+        _reply(ended_s=10.1, timeout_s=None, num_tokens=10_000),
+    ]
+    assert goodput(replies, seconds=10.0) == pytest.approx(100.1)
+
+
+def test_outcome_table() -> None:
+    """One line per outcome, with its own times."""
+    replies = [_reply(ended_s=1.2), _reply(ended_s=1.3), _reply("503 overloaded", retry_after_s=2.0)]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in outcome_table(replies).splitlines()]
+    assert lines[2:] == [
+        ["200", "2", "2", "200", "300", "300", "", ""],
+        ["503 overloaded", "1", "1", "100", "100", "100", "2", "2"],
+    ]
+    assert counts(replies) == "1 x 503 overloaded"
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_breach"),
+    [
+        pytest.param(_reply(), False, id="answer"),
+        pytest.param(_reply("429 quota_exceeded", retry_after_s=1.0), False, id="refusal"),
+        pytest.param(_reply("504 deadline_exceeded"), False, id="late"),
+        pytest.param(_reply("503 overloaded"), True, id="no Retry-After"),
+        pytest.param(_reply("500 internal_error"), True, id="another status"),
+        pytest.param(_reply("error ServerDisconnectedError"), True, id="no connection"),
+        pytest.param(_reply(HANG), True, id="hang"),
+    ],
+)
+def test_breaches(reply: Reply, is_breach: bool) -> None:
+    """What a load may do to a request, and what it may not."""
+    assert bool(breaches({"t": StreamResult(num_due=1, replies=[reply])})) is is_breach
+
+
+def test_wrong_answers_are_breaches() -> None:
+    """A fast wrong answer is none."""
+    result = StreamResult(num_due=1, replies=[_reply()], num_checked=3, num_wrong=1)
+    assert breaches({"t": result}) == ["t: 1 of 3 texts answered wrongly"]
+
+
+def test_punctuality() -> None:
+    """Lateness of the generator and waiting for a connection are told apart, and what was never sent is counted."""
+    replies = [_reply(sent_s=1.002), _reply(sent_s=3.0, had_to_wait=True)]
+    text = punctuality(StreamResult(num_due=5, replies=replies))
+    assert "5 due, 2 sent, 3 never sent; 1 waited for a connection (p99 2,000 ms)" in text
+    assert "sent 2 ms late" in text
+
+
+def test_recovery() -> None:
+    """The first probe after the load that was quick counts from when it was due; refused ones are not quick."""
+    probes = [
+        _reply(due_s=9.0, ended_s=9.01),
+        _reply(due_s=10.0, ended_s=12.0),
+        _reply("429 tenant_over_share", due_s=10.5, ended_s=10.51),
+        _reply(due_s=11.0, ended_s=11.05),
+        _reply(due_s=12.0, ended_s=12.01),
+    ]
+    assert recovered_s(probes, after_s=10.0, normal_s=0.1) == 1.0
+    assert recovered_s(probes[:3], after_s=10.0, normal_s=0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("command_line", "title"),
+    [
+        ("ray::ServeReplica:minilm-v1:tokens-256.handle_request\0\0", "minilm-v1:tokens-256"),
+        ("ray::ServeReplica:gateway:Ingress\0\0\0", "gateway:Ingress"),
+        ("ray::ProxyActor.run", "ProxyActor"),
+        ("ray::ServeController.listen", None),
+        ("grep ray::ServeReplica:gateway:Ingress", None),
+    ],
+)
+def test_titles(command_line: str, title: str | None) -> None:
+    """Replicas and proxies by their title, whatever they run at the moment."""
+    assert title_of(command_line) == title
+
+
+def test_growth_is_of_one_process() -> None:
+    """A replica that was replaced has not grown."""
+    assert growth({"a (1)": 10, "b (2)": 10}, {"a (1)": 15, "b (3)": 90}) == {"a (1)": 5}
+
+
+def _level(factor: float, *, tokens: int, mib: int, normal_at: float) -> Level:
+    probes = StreamResult(num_due=1, replies=[_reply(due_s=normal_at, ended_s=normal_at + 0.01)])
+    streams = {f"probe of {tenant}": probes for tenant in (LOAD, BYSTANDER)}
+    streams[LOAD] = StreamResult(num_due=1, replies=[_reply(num_tokens=tokens)])
+    return Level(
+        factor=factor,
+        seconds=2.0,
+        offered=100.0,
+        result=OpenLoopResult(streams=streams, client_cpu_share=0.1),
+        computed=Totals(rows=4, computed_tokens=tokens + 27, failed_rows=0, refused=0),
+        memory_before={},
+        memory_after={"gateway:Ingress (1)": mib * 2**20},
+    )
+
+
+@pytest.mark.parametrize(
+    ("worst", "answers"),
+    [
+        pytest.param(_level(5, tokens=90, mib=126, normal_at=4.0), ["yes", "yes", "yes", "yes"], id="at the limits"),
+        pytest.param(_level(5, tokens=89, mib=127, normal_at=4.1), ["no", "no", "no", "no"], id="beyond them"),
+    ],
+)
+def test_expectations_of_overload(worst: Level, answers: list[str]) -> None:
+    """90 % of the best goodput, a tenth and 16 MiB more memory, 2 s to be normal again."""
+    levels = [_level(1, tokens=100, mib=100, normal_at=2.0), worst]
+    lines = expectations(levels, idle_p50_s=0.01)
+    assert [line.partition(": ")[2].split()[0].rstrip(";") for line in lines] == answers
+
+
+def test_vain_work() -> None:
+    """What the replica computed less what clients got: 4 texts and 127 tokens, of which 3 texts and 120 arrived."""
+    level = _level(1, tokens=100, mib=100, normal_at=2.0)
+    assert (level.texts_in_vain, level.tokens_in_vain) == (1, 7)
+
+
+def test_cases_of_planning() -> None:
+    """No case has more tenants than rows, and one tenant has one group either way."""
+    found = cases([100, 1000])
+    assert len(found) == len(set(found)) == 16
+    assert all(case.tenants <= case.waiting for case in found)
+
+
+def test_planning_measures_batches_of_a_queue_that_stays_full() -> None:
+    """As many samples as batches and rows; the batch holds about what was asked for."""
+    timings = measure(Case(waiting=100, tenants=10, own_groups=False, batch_rows=8), num_batches=5)
+    assert (len(timings.batch_s), len(timings.refuse_s)) == (5, 5)
+    assert len(timings.admit_s) == round(timings.rows_per_batch * 5)
+    assert 4 <= timings.rows_per_batch <= 16
+
+
+def test_planning_judges_the_worst_case() -> None:
+    """At the stated size only; elsewhere nothing is promised."""
+    quick = measure(Case(waiting=100, tenants=1, own_groups=False, batch_rows=52), num_batches=1)
+    slow = dataclasses.replace(quick, batch_s=[0.5])
+    at_size = Case(waiting=10_000, tenants=1000, own_groups=False, batch_rows=52)
+    assert verdicts({dataclasses.replace(at_size, waiting=100_000): slow}) == []
+    assert ": no (500,000 µs)" in verdicts({at_size: slow})[0]
