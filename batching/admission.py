@@ -23,8 +23,10 @@ from batching.plan import Pace
 from batching.queue import Backlog, FairQueue
 from batching.row import GroupKey, Payload, Row
 
-MAX_RETRY_AFTER_S = 60.0
+MAX_RETRY_AFTER_S = 120.0
 """Nothing is promised further ahead."""
+PLACE_MARGIN = 1.15
+"""How much longer than its work the place of a refused request is kept: room comes free a batch at a time."""
 MIN_FORWARD_S = 1e-4
 """Less says nothing about the pace: clocks have ticks."""
 
@@ -56,18 +58,24 @@ class Promises:
     """Which time was promised to whom: callers that come back when told so do not meet each other.
 
     Each refused request gets the next free place behind those promised before, so that a hundred clients refused in one
-    moment are not told the same second.
+    moment are not told the same second. Places are kept for nobody by name: who comes first gets in.
     """
 
     _free_from: dict[str, float] = field(default_factory=dict)
+    _prune_above: int = 64
+
+    def forget(self, tenant: str) -> None:
+        """Nothing of this tenant waits any more, so nothing stands before whoever comes."""
+        self._free_from.pop(tenant, None)
 
     def next_place_s(self, tenant: str, *, now: float, wait_s: float, work_wall_s: float) -> float:
         """Seconds to wait, at least `wait_s` and at most MAX_RETRY_AFTER_S; keeps `work_wall_s` of time taken then."""
         place = max(self._free_from.get(tenant, now), now + wait_s)
         place = min(place, now + MAX_RETRY_AFTER_S)
         self._free_from[tenant] = place + work_wall_s
-        if len(self._free_from) > 64:
+        if len(self._free_from) > self._prune_above:
             self._free_from = {name: moment for name, moment in self._free_from.items() if moment > now}
+            self._prune_above = 2 * len(self._free_from) + 64
         return place - now
 
 
@@ -106,7 +114,10 @@ def admit(
 
     def retry_after_s(wait_s: float) -> float:
         return promises.next_place_s(
-            rows[0].tenant, now=moment.now, wait_s=wait_s, work_wall_s=estimate.new_s / estimate.fair_part
+            rows[0].tenant,
+            now=moment.now,
+            wait_s=wait_s + moment.running_s,
+            work_wall_s=PLACE_MARGIN * estimate.new_s / estimate.fair_part,
         )
 
     _check_groups(rows, queue, limits, running=moment.running, retry_after_s=lambda: retry_after_s(estimate.drained_s))
@@ -115,6 +126,8 @@ def admit(
         raise Overloaded(retry_after_s(estimate.drained_s))
     _check_room(estimate, limits, retry_after_s)
     _check_deadline(estimate, rows, retry_after_s)
+    if estimate.own_s == 0:
+        promises.forget(rows[0].tenant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +180,8 @@ class _Estimate:
 
     @property
     def drained_s(self) -> float:
-        """Until all that waits is done."""
-        return self.running_s + self.total_s
+        """Until all that waits is done, once a forward may start."""
+        return self.total_s
 
     def done_s(self, *, own_work_s: float) -> float:
         """Until the new rows are done, with `own_work_s` of the tenant's own before them.

@@ -8,7 +8,6 @@ empty batch, it leaves as soon as its tenant's turn comes.
 A batch also ends before it would make a row in it late: a row that joins must let all that are in it end in time.
 """
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias
@@ -17,7 +16,7 @@ from batching.limits import BatchLimits
 from batching.queue import FairQueue
 from batching.row import GroupKey, Payload, Row
 
-MAX_LOOK_PAST = 64
+MAX_LOOK_PAST = 32
 """Rows that do not fit before the search ends: bounds the work per batch when thousands of long rows wait."""
 
 Reason: TypeAlias = Literal["full", "waited", "drain"]
@@ -35,6 +34,10 @@ class Pace:
     def forward_s(self, work_s: float) -> float:
         """Time on the clock of a forward whose rows add up to `work_s`."""
         return (self.overhead_s + work_s) * self.wall_per_work
+
+    def work_s(self, wall_s: float) -> float:
+        """Work of rows whose forward takes `wall_s` on the clock."""
+        return wall_s / self.wall_per_work - self.overhead_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +103,22 @@ def _fill(
     rows: list[Row[Payload]] = []
     misfits: list[Row[Payload]] = []
     num_passed_over = 0  # leading misfits that have a taken row behind them
-    room, work_s, must_end = limits.token_budget, 0.0, math.inf
+    room, work_s = limits.token_budget, 0.0
+    most_work_s = limits.max_work_s  # shrinks with every row that has a deadline
+    pace, now = situation.pace, situation.now
     turn = queue.turn(key)
     while len(rows) < limits.max_rows and room > 0 and len(misfits) < MAX_LOOK_PAST:
         row = turn.next()
         if row is None:
             break
-        ends = min(must_end, math.inf if row.deadline is None else row.deadline)
-        is_in_time = situation.now + situation.pace.forward_s(work_s + row.work_s) <= ends
-        if row.cost <= room and (not rows or (is_in_time and work_s + row.work_s <= limits.max_work_s)):
+        deadline = row.deadline
+        with_row_s = work_s + row.work_s
+        bound_s = most_work_s if deadline is None else min(most_work_s, pace.work_s(deadline - now))
+        if row.cost <= room and (with_row_s <= bound_s or not rows):
             turn.take()
             rows.append(row)
             room -= row.cost
-            work_s += row.work_s
-            must_end = ends
+            work_s, most_work_s = with_row_s, bound_s
             num_passed_over = len(misfits)
         else:
             turn.skip()

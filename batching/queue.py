@@ -199,11 +199,21 @@ class FairQueue(Generic[Payload]):
     def lead(self, is_usable: Callable[[GroupKey], bool]) -> GroupKey | None:
         """The group whose turn it is among the usable ones: of the next priority, its next tenant, its next row."""
         waiting = [priority for priority in PRIORITIES if self._shares[priority].num_rows]
+        unusable: set[GroupKey] = set()
         for priority in sorted(waiting, key=lambda priority: self._shares[priority].served):
             for flow in self._shares[priority].in_order():
-                usable = [(self._head(line), key) for key, line in flow.lines.items() if is_usable(key)]
+                usable: list[tuple[tuple[float, int], GroupKey]] = []
+                for key, line in flow.lines.items():
+                    if key in unusable:
+                        continue
+                    if is_usable(key):
+                        usable.append((self._head(line), key))
+                    else:
+                        unusable.add(key)
                 if usable:
                     return min(usable)[1]
+                if len(unusable) == len(self._groups):
+                    return None
         return None
 
     def turn(self, key: GroupKey) -> "Turn[Payload]":
@@ -251,20 +261,24 @@ class Turn(Generic[Payload]):
         self._group = queue._groups[key]
         self._skipped: list[tuple[Row[Payload], int, _Line]] = []
         self._turns: list[tuple[float, int, _Line]] = []
+        self._shown: Priority | None = None
         self._exhausted: set[_Line] = set()
+        self._candidates = [priority for priority in PRIORITIES if self._has_next(self._group.turns[priority])]
 
     def next(self) -> Row[Payload] | None:
         """The row whose turn it is; None when all were shown."""
-        best: Priority | None = None
-        for priority in PRIORITIES:
-            if self._has_next(self._group.turns[priority]) and (
-                best is None or self._queue._shares[priority].served < self._queue._shares[best].served
-            ):
-                best = priority
-        if best is None:
+        if self._shown is not None and not self._has_next(self._turns):
+            self._candidates.remove(self._shown)  # only the heap that was used last can have changed
+            self._shown = None
+        if not self._candidates:
             return None
+        best = self._candidates[0]
+        if len(self._candidates) == 2:
+            other, shares = self._candidates[1], self._queue._shares
+            best = other if shares[other].served < shares[best].served else best
+        self._shown = best
         self._turns = self._group.turns[best]
-        return self._queue._rows[self._queue._head(self._turns[0][2])[1]]
+        return self._queue._rows[self._turns[0][2].entries[0][1]]
 
     def take(self) -> None:
         """The row shown leaves the queue and is charged to its tenant."""
@@ -298,14 +312,12 @@ class Turn(Generic[Payload]):
                 heapq.heappop(turns)
             elif served < line.flow.served:
                 heapq.heapreplace(turns, (line.flow.served, order, line))
-            elif not self._has_unseen(line):
+            else:
+                entries, rows = line.entries, self._queue._rows
+                while entries and entries[0][1] not in rows:
+                    heapq.heappop(entries)
+                if entries:
+                    return True
                 heapq.heappop(turns)
                 self._exhausted.add(line)
-            else:
-                return True
         return False
-
-    def _has_unseen(self, line: _Line) -> bool:
-        while line.entries and line.entries[0][1] not in self._queue._rows:
-            heapq.heappop(line.entries)
-        return bool(line.entries)

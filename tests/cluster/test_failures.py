@@ -127,8 +127,10 @@ def test_bl099_a_passed_deadline_is_504_and_names_the_limit(breakable: Server) -
     )
     late = [answer for answer in answers if answer.status_code != 200]
     assert late
-    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in late} == {(504, "deadline_exceeded")}
-    assert "150 ms" in late[0].json()["error"]["message"]
+    # Most are known to be hopeless before they wait.
+    codes = {(answer.status_code, answer.json()["error"]["code"]) for answer in late}
+    assert codes <= {(504, "deadline_exceeded"), (504, "deadline_unreachable")}
+    assert all("150 ms" in answer.json()["error"]["message"] for answer in late)
     eventually(lambda: breakable.stats(REVISION, DEPLOYMENT)["queued_rows"] == 0, timeout_s=10)
     configure_bucket(breakable, {})
 
