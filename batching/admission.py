@@ -25,6 +25,7 @@ from batching.row import GroupKey, Payload, Row
 
 MAX_RETRY_AFTER_S = 120.0
 """Nothing is promised further ahead."""
+PRUNE_EVERY_S = 1.0
 PLACE_MARGIN = 1.15
 """How much longer than its work the place of a refused request is kept: room comes free a batch at a time."""
 MIN_FORWARD_S = 1e-4
@@ -61,21 +62,23 @@ class Promises:
     moment are not told the same second. Places are kept for nobody by name: who comes first gets in.
     """
 
-    _free_from: dict[str, float] = field(default_factory=dict)
-    _prune_above: int = 64
+    _free_from: dict[str | None, float] = field(default_factory=dict)
+    _prune_at: float = float("-inf")
 
-    def forget(self, tenant: str) -> None:
-        """Nothing of this tenant waits any more, so nothing stands before whoever comes."""
-        self._free_from.pop(tenant, None)
+    def clear(self) -> None:
+        """Nothing waits any more, so nothing stands before whoever comes."""
+        self._free_from.clear()
 
-    def next_place_s(self, tenant: str, *, now: float, wait_s: float, work_wall_s: float) -> float:
-        """Seconds to wait, at least `wait_s` and at most MAX_RETRY_AFTER_S; keeps `work_wall_s` of time taken then."""
-        place = max(self._free_from.get(tenant, now), now + wait_s)
-        place = min(place, now + MAX_RETRY_AFTER_S)
+    def next_place_s(self, tenant: str | None, *, now: float, wait_s: float, work_wall_s: float) -> float:
+        """Seconds to wait, at least `wait_s` and at most MAX_RETRY_AFTER_S; keeps `work_wall_s` of time taken then.
+
+        Refused for its own backlog, a tenant queues for its share of the model; None is the queue for all of it.
+        """
+        place = min(max(self._free_from.get(tenant, now), now + wait_s), now + MAX_RETRY_AFTER_S)
         self._free_from[tenant] = place + work_wall_s
-        if len(self._free_from) > self._prune_above:
+        if now >= self._prune_at:
+            self._prune_at = now + PRUNE_EVERY_S
             self._free_from = {name: moment for name, moment in self._free_from.items() if moment > now}
-            self._prune_above = 2 * len(self._free_from) + 64
         return place - now
 
 
@@ -112,22 +115,44 @@ def admit(
     _check_sizes(rows, limits)
     estimate = _Estimate.of(rows, queue, moment)
 
-    def retry_after_s(wait_s: float) -> float:
-        return promises.next_place_s(
-            rows[0].tenant,
-            now=moment.now,
-            wait_s=wait_s + moment.running_s,
-            work_wall_s=PLACE_MARGIN * estimate.new_s / estimate.fair_part,
-        )
-
-    _check_groups(rows, queue, limits, running=moment.running, retry_after_s=lambda: retry_after_s(estimate.drained_s))
+    door = _Door(estimate=estimate, tenant=rows[0].tenant, moment=moment, promises=promises)
+    _check_groups(
+        rows, queue, limits, running=moment.running, retry_after_s=lambda: door.room_for_all(estimate.total_s)
+    )
     cost = sum(row.cost for row in rows)
     if queue.num_rows + len(rows) > limits.max_queued_rows or queue.cost + cost > limits.max_queued_cost:
-        raise Overloaded(retry_after_s(estimate.drained_s))
-    _check_room(estimate, limits, retry_after_s)
-    _check_deadline(estimate, rows, retry_after_s)
-    if estimate.own_s == 0:
-        promises.forget(rows[0].tenant)
+        raise Overloaded(door.room_for_all(estimate.total_s))
+    _check_room(door, limits)
+    _check_deadline(door, rows)
+    if not queue.num_rows:
+        promises.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Door:
+    """Works out Retry-After for rows that are refused."""
+
+    estimate: "_Estimate"
+    tenant: str
+    moment: Moment
+    promises: Promises
+
+    def room_for_all(self, wait_s: float) -> float:
+        """Everybody's backlog is in the way for `wait_s` at least."""
+        return self._place(None, wait_s, self.estimate.new_s)
+
+    def room_for_tenant(self, wait_s: float) -> float:
+        """The tenant's own backlog is, which drains at its share of the model."""
+        self._place(None, 0.0, self.estimate.new_s)  # it will take the room of those who wait for everybody's backlog
+        return self._place(self.tenant, wait_s, self.estimate.new_s / self.estimate.fair_part)
+
+    def _place(self, whose: str | None, wait_s: float, work_wall_s: float) -> float:
+        return self.promises.next_place_s(
+            whose,
+            now=self.moment.now,
+            wait_s=wait_s + self.moment.running_s,
+            work_wall_s=PLACE_MARGIN * work_wall_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +203,6 @@ class _Estimate:
         """The part of the model that the tenant gets while all who wait now go on waiting."""
         return self.weight / (self.weight + self.backlog.weight)
 
-    @property
-    def drained_s(self) -> float:
-        """Until all that waits is done, once a forward may start."""
-        return self.total_s
-
     def done_s(self, *, own_work_s: float) -> float:
         """Until the new rows are done, with `own_work_s` of the tenant's own before them.
 
@@ -203,24 +223,26 @@ def _check_sizes(rows: Sequence[Row[Payload]], limits: QueueLimits) -> None:
         raise RequestTooLarge("inputs", "rows", len(rows), limits.max_queued_rows)
 
 
-def _check_room(estimate: _Estimate, limits: QueueLimits, retry_after_s: Callable[[float], float]) -> None:
+def _check_room(door: _Door, limits: QueueLimits) -> None:
+    estimate = door.estimate
     if estimate.new_s > limits.max_backlog_s:
         raise RequestTooLarge(
             "inputs", "ms of work", math.ceil(estimate.new_s * 1000), int(limits.max_backlog_s * 1000), "max_backlog_s"
         )
     free_s = limits.max_backlog_s - estimate.total_s
     if estimate.new_s > free_s + estimate.own_s:
-        raise Overloaded(retry_after_s(estimate.new_s - free_s))
+        raise Overloaded(door.room_for_all(estimate.new_s - free_s))
     if estimate.own_s == 0:
         return  # with nothing waiting, a tenant may use all that is free
     over_s = estimate.own_s + estimate.new_s - estimate.weight * free_s
     if over_s > 0 or estimate.new_s > free_s:
-        # Its own rows leave at its share of the model, and all rows free the room at the whole.
-        wait_s = min(over_s / (estimate.fair_part + estimate.weight), estimate.own_s / estimate.fair_part)
-        raise TenantOverShare(retry_after_s(max(wait_s, estimate.new_s - free_s)))
+        # Its own rows leave at its share of the model; what others leave free is taken by those who were told to wait.
+        wait_s = min(over_s, estimate.own_s) / estimate.fair_part
+        raise TenantOverShare(door.room_for_tenant(max(wait_s, estimate.new_s - free_s)))
 
 
-def _check_deadline(estimate: _Estimate, rows: Sequence[Row[Payload]], retry_after_s: Callable[[float], float]) -> None:
+def _check_deadline(door: _Door, rows: Sequence[Row[Payload]]) -> None:
+    estimate = door.estimate
     timeout_s = min((row.timeout_s for row in rows if row.timeout_s is not None), default=None)
     if timeout_s is None:
         return
@@ -229,10 +251,10 @@ def _check_deadline(estimate: _Estimate, rows: Sequence[Row[Payload]], retry_aft
     done_s = estimate.done_s(own_work_s=estimate.backlog.own_s)
     if done_s <= timeout_s:
         return
-    wait_s = retry_after_s(done_s - timeout_s)
+    late_s = done_s - timeout_s
     if estimate.backlog.own_s > 0 and estimate.done_s(own_work_s=0.0) <= timeout_s:
-        raise TenantOverShare(wait_s)
-    raise WaitTooLong(timeout_s, done_s, wait_s)
+        raise TenantOverShare(door.room_for_tenant(late_s))
+    raise WaitTooLong(timeout_s, done_s, door.room_for_all(late_s))
 
 
 def _check_groups(

@@ -183,7 +183,7 @@ def test_an_answer_that_would_come_too_late_is_refused_at_once(
     ("waiting", "tenant", "changes", "retry_after_s"),
     [
         pytest.param({"a": 60.0}, "b", {"seconds": 50.0}, 10.0, id="until the room is there"),
-        pytest.param({"a": 60.0}, "a", {"seconds": 5.0}, 12.5, id="own rows leave and free room, twice as fast"),
+        pytest.param({"a": 60.0}, "a", {"seconds": 5.0}, 25.0, id="until enough of its own rows have left"),
         pytest.param({"b": 3.0}, "b", {"seconds": 1.0, "timeout_s": 3.0}, 1.0, id="until the deadline can be met"),
         pytest.param(
             {"a": 500.0},
@@ -205,19 +205,25 @@ def test_retry_after_is_when_there_will_be_room(
 def test_promises_are_kept_apart() -> None:
     """Callers refused in one moment are told different places; other tenants are not behind them."""
     promises = Promises()
-    places = [promises.next_place_s("a", now=10.0, wait_s=5.0, work_wall_s=2.0) for _ in range(3)]
-    assert places == [5.0, 7.0, 9.0]
-    assert promises.next_place_s("b", now=10.0, wait_s=5.0, work_wall_s=2.0) == 5.0
-    assert promises.next_place_s("a", now=18.0, wait_s=1.0, work_wall_s=2.0) == 3.0
-    assert promises.next_place_s("a", now=100.0, wait_s=1.0, work_wall_s=2.0) == 1.0
+
+    def place(tenant: str | None, now: float, wait_s: float) -> float:
+        return promises.next_place_s(tenant, now=now, wait_s=wait_s, work_wall_s=2.0)
+
+    assert [place("a", 10.0, 5.0) for _ in range(3)] == [5.0, 7.0, 9.0]
+    assert place("b", 10.0, 5.0) == 5.0
+    assert place(None, 10.0, 5.0) == 5.0
+    assert place("a", 18.0, 1.0) == 3.0
+    assert place("a", 100.0, 1.0) == 1.0
 
 
 def test_kept_promises_are_forgotten() -> None:
-    """What is remembered does not grow with tenants that came once."""
+    """What is remembered does not grow with tenants that came once, and an empty queue starts anew."""
     promises = Promises()
     for index in range(5000):
-        promises.next_place_s(f"t{index}", now=float(index), wait_s=1.0, work_wall_s=1.0)
-    assert len(promises._free_from) <= 70
+        promises.next_place_s(f"t{index}", now=index / 10, wait_s=1.0, work_wall_s=1.0)
+    assert len(promises._free_from) <= 40
+    promises.clear()
+    assert promises.next_place_s("t4999", now=500.0, wait_s=1.0, work_wall_s=1.0) == 1.0
 
 
 def test_nothing_is_always_admitted() -> None:
