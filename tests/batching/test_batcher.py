@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batching.batcher import Batcher, FinishedForward
+from batching.batcher import Batcher
 from batching.errors import (
     DeadlineExceeded,
     Draining,
@@ -20,6 +20,7 @@ from batching.errors import (
     RequestTooLarge,
     TokenServeError,
 )
+from batching.forwards import FinishedForward
 from batching.limits import BatchLimits
 from tests import strategies
 from tests.fakes import (
@@ -541,3 +542,69 @@ async def test_only_misfits_are_overtaken(lengths: list[int], max_passed_over: i
             assert row in batch or row.cost > room
             room -= row.cost * (row in batch)
         waiting = [row for row in waiting if row not in batch]
+
+
+# ---- preparing ahead -------------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_next_batch_is_chosen_shortly_before_the_running_one_ends() -> None:
+    """One runs, at most one is prepared, and the choice stays open until the model is nearly free."""
+    bench = Bench(FakeForward(held=True), prepare_ahead_s=0.02)
+    await bench.submit([100])  # predicted: 100 ms
+    await bench.submit([30])
+    await advance(bench.clock, 0.0799)
+    await bench.submit([40])
+    assert len(bench.forward.calls) == 1
+    await advance(bench.clock, 0.08)
+    assert [[row.num_tokens for row in call] for call in bench.forward.calls] == [[100], [30, 40]]
+    await bench.submit([50])
+    await advance(bench.clock, 5.0)
+    assert len(bench.forward.calls) == 2, "no third one, however late the first is"
+    bench.forward.release()
+    await settle()
+    assert [[row.num_tokens for row in call] for call in bench.forward.calls[2:]] == [[50]]
+    bench.forward.release_all()
+    await bench.batcher.close()
+
+
+@in_loop
+async def test_time_of_a_prepared_forward_begins_when_the_one_before_ends() -> None:
+    """Waiting for the model is not the forward's own time, or the pace would seem half as fast."""
+    bench = Bench(FakeForward(held=True), prepare_ahead_s=0.05)
+    await bench.submit([100])
+    await bench.submit([100])
+    await advance(bench.clock, 0.05)
+    assert len(bench.forward.calls) == 2
+    for end in (0.1, 0.2):
+        await advance(bench.clock, end)
+        bench.forward.release()
+        await settle()
+    assert [(done.started, done.duration_s) for done in bench.seen] == [
+        (0.0, pytest.approx(0.1)),
+        (0.1, pytest.approx(0.1)),
+    ]
+
+
+@in_loop
+async def test_a_row_that_arrives_late_in_a_forward_is_prepared_at_once() -> None:
+    """Nothing waited when the moment came; the first to arrive after it is chosen on arrival."""
+    bench = Bench(FakeForward(held=True), prepare_ahead_s=0.02)
+    await bench.submit([100])
+    await advance(bench.clock, 0.09)
+    await bench.submit([7])
+    assert [[row.num_tokens for row in call] for call in bench.forward.calls] == [[100], [7]]
+    bench.forward.release_all()
+    await bench.batcher.close()
+
+
+@in_loop
+async def test_a_budget_that_was_cut_counts_from_the_next_batch_on() -> None:
+    """As after running out of memory."""
+    bench = Bench(FakeForward(held=True))
+    await bench.submit([1])
+    bench.batcher.set_token_budget(50)
+    await bench.submit([30, 30])
+    bench.forward.release_all()
+    await bench.batcher.close()
+    assert [[row.num_tokens for row in call] for call in bench.forward.calls] == [[1], [30], [30]]
