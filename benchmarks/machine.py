@@ -48,20 +48,33 @@ def _foreign_s() -> float:
     return (sum(ticks) - idle - _own_ticks()) / os.sysconf("SC_CLK_TCK")
 
 
+def own_processes() -> list[int]:
+    """Ids of this process and of its descendants."""
+    parents = {pid: int(fields[1]) for pid, fields in _stat().items()}
+    return [pid for pid in parents if _descends(pid, parents)]
+
+
 def _own_ticks() -> int:
     """CPU time of this process, of its descendants, and of those children that were waited for."""
-    parents: dict[int, int] = {}
-    used: dict[int, int] = {}
+    found = _stat()
+    parents = {pid: int(fields[1]) for pid, fields in found.items()}
+    used = {
+        pid: sum(int(field) for field in fields[11 : 15 if pid == os.getpid() else 13]) for pid, fields in found.items()
+    }
+    return sum(ticks for pid, ticks in used.items() if _descends(pid, parents))
+
+
+def _stat() -> dict[int, list[str]]:
+    """Of every process: state ppid ... utime stime cutime cstime, and so on."""
+    found: dict[int, list[str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # After the name, which may hold anything: state ppid ... utime stime cutime cstime
+            # After the name, which may hold anything.
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        pid = int(path.parent.name)
-        parents[pid] = int(fields[1])
-        used[pid] = sum(int(field) for field in fields[11 : 15 if pid == os.getpid() else 13])
-    return sum(ticks for pid, ticks in used.items() if _descends(pid, parents))
+        found[int(path.parent.name)] = fields
+    return found
 
 
 def _descends(pid: int, parents: dict[int, int]) -> bool:

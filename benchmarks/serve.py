@@ -7,19 +7,18 @@ Exit status 1 when a request failed or an answer was wrong: a wrong fast server 
 """
 
 import argparse
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, plain_serve
+from benchmarks.children import run_child
 from benchmarks.in_process import InProcessSpec
 from benchmarks.load import LoadSpec
 from benchmarks.report import CELLS, report
@@ -44,8 +43,6 @@ TENANT, OPERATOR = "acme", "operator"
 TENANTS_FILE = "tenants.yaml"
 SHAPES = {"32x4": (32, 4), "1x64": (1, 64)}
 """Texts per request and connections."""
-CHILD_EXTRA_S = 400.0
-"""What a measuring process may take besides its windows: loading, the last slow requests, checking."""
 
 Measure = Callable[[int], dict[str, Window]]
 
@@ -153,7 +150,9 @@ def _in_process(options: Options, window: int) -> dict[str, Window]:
         window_s=options.window_s,
         first_text=options.first_text(window),
     )
-    answer, foreign = _child("benchmarks.in_process", asdict(spec), seconds=2 * (options.warmup_s + options.window_s))
+    answer, foreign = run_child(
+        "benchmarks.in_process", asdict(spec), seconds=2 * (options.warmup_s + options.window_s)
+    )
     cells = {f"process-{name}": Window(**{**fields, "foreign_cpu_share": foreign}) for name, fields in answer.items()}
     return {cell: result for cell, result in cells.items() if cell in options.only}
 
@@ -182,7 +181,7 @@ def _load(options: Options, target: str, base: str, *, shape: str, window: int) 
         fields={"revision": REVISION} if is_ours else {},
     )
     before = _forwards_and_rows(options, base) if is_ours else (0, 0)
-    fields, foreign = _child("benchmarks.load", asdict(spec), seconds=options.warmup_s + options.window_s)
+    fields, foreign = run_child("benchmarks.load", asdict(spec), seconds=options.warmup_s + options.window_s)
     fields["foreign_cpu_share"] = foreign
     if is_ours:
         forwards, rows = _forwards_and_rows(options, base)
@@ -194,22 +193,6 @@ def _forwards_and_rows(options: Options, base: str) -> tuple[int, int]:
     revisions = request_json(f"{base}/v1/stats", key=options.keys[OPERATOR])["revisions"].values()
     buckets = [bucket for revision in revisions for bucket in revision.values()]
     return sum(bucket["forwards"] for bucket in buckets), sum(bucket["rows"] for bucket in buckets)
-
-
-def _child(module: str, spec: dict[str, object], *, seconds: float) -> tuple[dict[str, Any], float]:
-    command: Sequence[str] = [sys.executable, "-m", module]
-    foreign_load = machine.ForeignLoad()
-    done = subprocess.run(
-        command,
-        input=json.dumps(spec),
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=PROJECT_ROOT,
-        timeout=seconds + CHILD_EXTRA_S,
-        check=True,
-    )
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer, foreign_load.share()
 
 
 if __name__ == "__main__":

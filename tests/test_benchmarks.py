@@ -11,23 +11,13 @@ from benchmarks.example import PACKED, PADDED, Layout, arithmetic
 from benchmarks.in_process import batches
 from benchmarks.load import tokens_within
 from benchmarks.memory import growth, title_of
-from benchmarks.open_loop import (
-    HANG,
-    OK,
-    Bodies,
-    OpenLoopResult,
-    Reply,
-    Stream,
-    StreamResult,
-    classify,
-    due_times,
-    seconds_of,
-)
+from benchmarks.open_loop import Bodies, classify, due_times, seconds_of
 from benchmarks.overload_report import BYSTANDER, LOAD, Level, expectations
 from benchmarks.planning import Case, cases, measure, verdicts
 from benchmarks.replies import breaches, counts, goodput, outcome_table, punctuality, recovered_s
 from benchmarks.report import CELLS, report
 from benchmarks.server import free_port, project_config
+from benchmarks.streams import HANG, OK, OpenLoopResult, Reply, Stream, StreamResult
 from benchmarks.table import Spread, Window, percentile, render
 from benchmarks.testbed import Totals
 from benchmarks.workload import LengthMix, Workload, make_texts, one_token_words
@@ -399,7 +389,7 @@ def _level(factor: float, *, tokens: int, mib: int, normal_at: float) -> Level:
         seconds=2.0,
         offered=100.0,
         result=OpenLoopResult(streams=streams, client_cpu_share=0.1),
-        computed=Totals(rows=4, computed_tokens=tokens + 27, failed_rows=0, refused=0),
+        computed=Totals(forwards=1, rows=4, computed_tokens=tokens + 27, failed_rows=0, refused=0),
         memory_before={},
         memory_after={"gateway:Ingress (1)": mib * 2**20},
     )
