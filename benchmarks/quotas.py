@@ -30,7 +30,7 @@ from benchmarks.workload import LengthMix
 LIMITED = "limited"
 TOKENS_PER_S, BURST_TOKENS = 2000, 4000
 FACTOR = 5
-TEXTS = 2
+TEXTS = 8
 """Per request: small ones, so that what is left of the quota is not lost to their size."""
 CONNECTIONS = 64
 TOLERANCE = 0.02
