@@ -7,7 +7,7 @@ Refusals are raised, never queued. Rows of one request are admitted together or 
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batching.errors import (
     DeadlineUnreachable,
@@ -28,6 +28,7 @@ MAX_RETRY_AFTER_S = 120.0
 PRUNE_EVERY_S = 1.0
 PLACE_MARGIN = 1.15
 """How much longer than its work the place of a refused request is kept: room comes free a batch at a time."""
+MAX_CHANGE = 5.0
 MIN_FORWARD_S = 1e-4
 """Less says nothing about the pace: clocks have ticks."""
 
@@ -44,8 +45,10 @@ class PaceMeter:
         """Note a finished forward whose rows were predicted to take `work_s`."""
         if duration_s < MIN_FORWARD_S or work_s <= 0:
             return
-        sample = duration_s / (self.overhead_s + work_s)
-        self.wall_per_work = 0.9 * self.wall_per_work + 0.1 * sample if self._has_sample else sample
+        # One stall of a minute is no pace: it may move the measure no further than a forward five times as slow.
+        present = self.wall_per_work
+        sample = min(max(duration_s / (self.overhead_s + work_s), present / MAX_CHANGE), present * MAX_CHANGE)
+        self.wall_per_work = 0.9 * present + 0.1 * sample if self._has_sample else sample
         self._has_sample = True
 
     @property
@@ -171,6 +174,8 @@ class _Estimate:
     alone_s: float
     """Until the new rows were done, were nothing else there."""
     running_s: float
+    is_idle: bool
+    """Nothing waits and nothing runs. Then rows are tried whatever the pace was: only a forward can correct it."""
 
     @classmethod
     def of(cls, rows: Sequence[Row[Payload]], queue: FairQueue[Payload], moment: Moment) -> "_Estimate":
@@ -180,7 +185,8 @@ class _Estimate:
         work_s = queue.work_s + new_work_s
         num_forwards = queue.num_groups() + 1 + (queue.cost + new_cost) // moment.token_budget
         wall = moment.pace.wall_per_work * (1 + moment.pace.overhead_s * num_forwards / work_s)
-        alone_s = moment.pace.forward_s(new_work_s)
+        is_idle = not (queue.num_rows or moment.running or moment.running_s)
+        pace = replace(moment.pace, wall_per_work=min(moment.pace.wall_per_work, 1.0)) if is_idle else moment.pace
         return cls(
             backlog=queue.backlog(first.tenant, first.priority),
             weight=first.weight,
@@ -189,8 +195,9 @@ class _Estimate:
             wall=wall,
             total_s=queue.work_s * wall,
             own_s=queue.tenant_work_s(first.tenant) * wall,
-            alone_s=alone_s,
+            alone_s=pace.forward_s(new_work_s),
             running_s=moment.running_s,
+            is_idle=is_idle,
         )
 
     @property
@@ -225,10 +232,11 @@ def _check_sizes(rows: Sequence[Row[Payload]], limits: QueueLimits) -> None:
 
 def _check_room(door: _Door, limits: QueueLimits) -> None:
     estimate = door.estimate
-    if estimate.new_s > limits.max_backlog_s:
-        raise RequestTooLarge(
-            "inputs", "ms of work", math.ceil(estimate.new_s * 1000), int(limits.max_backlog_s * 1000), "max_backlog_s"
-        )
+    if estimate.new_work_s > limits.max_backlog_s:
+        work_ms, limit_ms = math.ceil(estimate.new_work_s * 1000), int(limits.max_backlog_s * 1000)
+        raise RequestTooLarge("inputs", "ms of work", work_ms, limit_ms, "max_backlog_s")
+    if estimate.is_idle:
+        return
     free_s = limits.max_backlog_s - estimate.total_s
     if estimate.new_s > free_s + estimate.own_s:
         raise Overloaded(door.room_for_all(estimate.new_s - free_s))
@@ -248,6 +256,8 @@ def _check_deadline(door: _Door, rows: Sequence[Row[Payload]]) -> None:
         return
     if estimate.alone_s > timeout_s:
         raise DeadlineUnreachable(timeout_s, estimate.alone_s)
+    if estimate.is_idle:
+        return
     done_s = estimate.done_s(own_work_s=estimate.backlog.own_s)
     if done_s <= timeout_s:
         return

@@ -3,6 +3,7 @@
 Torch gives both as RuntimeErrors, on a CPU and in older releases told apart by their text only.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -30,8 +31,12 @@ def guarded(forward: Callable[[Rows], Result]) -> Callable[[Rows], Result]:
             return forward(rows)
         except (MemoryError, RuntimeError) as error:
             meaning = meaning_of(error, longest=max(map(len, rows), default=0))
-            if isinstance(meaning, OutOfMemory) and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # fragments of the failed forward must not fail the smaller ones
+            if isinstance(meaning, OutOfMemory):
+                # The smaller forwards that follow must not run beside what the failed one still holds: its frames
+                # keep activations alive, and the allocator keeps fragments.
+                traceback.clear_frames(error.__traceback__)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
             if meaning is not None:
                 raise meaning from error
             raise

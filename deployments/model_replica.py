@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -225,13 +225,21 @@ class ModelReplica:
     # ---- forwards ------------------------------------------------------------------------------------------------
 
     async def _forward(self, rows: Sequence[Row[TokenIds]]) -> list[RowValue | TokenServeError]:
-        # All puts of one turn are seen by the batching task together, so the plan stays one batch. Positional, as
-        # `@serve.batch` counts on it.
-        return list(await asyncio.gather(*(self._run_batch(row) for row in rows)))
+        slots = [_Slot(row) for row in rows]
+        try:
+            # All puts of one turn are seen by the batching task together, so the plan stays one batch. Positional, as
+            # `@serve.batch` counts on it.
+            await asyncio.gather(*(self._run_batch(slot) for slot in slots))
+            return [slot.taken_value() for slot in slots]
+        finally:
+            # `@serve.batch` keeps its last batch until the next one comes: nothing of a request may stay in it.
+            for slot in slots:
+                slot.row = slot.value = None
 
-    async def _run_rows(self, rows: list[Row[TokenIds]]) -> list[RowValue]:
-        if len({row.key for row in rows}) != 1:
-            raise ForwardFailed("rows of several groups met in one batch")
+    async def _run_rows(self, slots: list["_Slot"]) -> list[None]:
+        rows = [slot.row for slot in slots if slot.row is not None]
+        if len(rows) != len(slots) or len({row.key for row in rows}) != 1:
+            raise ForwardFailed("rows of several groups or of an abandoned batch met in one batch")
         payloads = [row.payload for row in rows]
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._pool, self._model.forward, payloads)
@@ -241,13 +249,10 @@ class ModelReplica:
         self._computed_tokens = result.computed_tokens
         _check_output(result.values, num_rows=len(rows), width=self._model.info.dimension)
         self._last_success = time.monotonic()
-        if self._ceilings is None:
-            shares = [row.num_tokens for row in rows]
-        else:
-            shares = [result.computed_tokens // len(rows)] * len(rows)
-        return [
-            RowValue(values=values, computed_tokens=share) for values, share in zip(result.values, shares, strict=True)
-        ]
+        for slot, row, values in zip(slots, rows, result.values, strict=True):
+            share = row.num_tokens if self._ceilings is None else result.computed_tokens // len(rows)
+            slot.value = RowValue(values=values, computed_tokens=share)
+        return [None] * len(slots)
 
     def _observe(self, finished: FinishedForward[TokenIds]) -> None:
         computed_tokens, self._computed_tokens = self._computed_tokens, 0
@@ -304,6 +309,19 @@ class ModelReplica:
             tokenizer_json=self._model.tokenizer_json,
             created=int(time.time()),
         )
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A row on its way through `@serve.batch`, and what it got."""
+
+    row: Row[TokenIds] | None
+    value: RowValue | None = None
+
+    def taken_value(self) -> RowValue:
+        """What it got."""
+        assert self.value is not None, "a batch that did not raise fills every slot"
+        return self.value
 
 
 def _check_output(values: NDArray[np.float32], *, num_rows: int, width: int) -> None:

@@ -46,7 +46,7 @@ class BucketSettings(_Settings):
     """Part of the model that `batch` rows get while `interactive` ones wait too."""
     max_queued_tokens: PositiveInt = 524_288
     """Most cost waiting in one replica. The default takes the largest request that the ingress lets through."""
-    max_queued_rows: PositiveInt = 8192
+    max_queued_rows: Annotated[int, Field(ge=1, le=8192)] = 8192
     """Most rows waiting in one replica."""
     max_groups: PositiveInt = 4096
     """Most batch groups with work in one replica."""

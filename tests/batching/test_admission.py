@@ -238,6 +238,8 @@ def test_nothing_is_always_admitted() -> None:
         pytest.param([(0.9, 2.0)], 2.0, id="the first counts whole"),
         pytest.param([(0.9, 2.0), (0.9, 4.0)], 2.2, id="moving-average"),
         pytest.param([(0.9, 0.0), (0.9, -1.0), (0.0, 1.0)], 1.0, id="nothing to learn"),
+        pytest.param([(0.9, 60.0)], 5.0, id="BL-103: a stall counts as five times as slow"),
+        pytest.param([(0.9, 0.001)], 0.2, id="and a flash as five times as fast"),
     ],
 )
 def test_pace_is_measured(samples: list[tuple[float, float]], wall_per_work: float) -> None:

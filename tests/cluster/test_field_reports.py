@@ -97,9 +97,9 @@ def test_bl120_abort_of_the_largest_request(server: Server) -> None:
     """BL-120: a client that gave up on thousands of inputs crashed a server; here its rows go with it."""
     before = server.pids("gateway"), server.pids("minilm-v1")
 
-    for after_s in (0.1, 0.5):
-        with httpx.Client(timeout=httpx.Timeout(after_s, connect=5)) as client, pytest.raises(httpx.TimeoutException):
-            client.post(f"{server.url}/v1/infer", content=infer_body(2048), headers=JSON)
-        eventually(lambda: queued_rows(server) == 0, timeout_s=10)
+    # Short texts: the server must think that it can do them in time, also while the machine is busy with other things.
+    with httpx.Client(timeout=httpx.Timeout(0.1, connect=5)) as client, pytest.raises(httpx.TimeoutException):
+        client.post(f"{server.url}/v1/infer", content=infer_body(2048, words=3), headers=JSON)
+    eventually(lambda: queued_rows(server) == 0, timeout_s=10)
     assert server.infer("minilm", ["still here"], ACME).status_code == 200
     assert (server.pids("gateway"), server.pids("minilm-v1")) == before
