@@ -292,7 +292,11 @@ class ModelReplica:
     # ---- settings ------------------------------------------------------------------------------------------------
 
     def _batch_limits(self, settings: BucketSettings) -> BatchLimits:
-        return settings.batch_limits(max_tokens=self._settings.max_tokens, default_token_budget=self._default_budget)
+        return settings.batch_limits(
+            max_tokens=self._settings.max_tokens,
+            default_token_budget=self._default_budget,
+            overhead_s=self._estimator.model.overhead_s,
+        )
 
     def _revision_info(self) -> RevisionInfo:
         info = self._model.info

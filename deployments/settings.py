@@ -13,6 +13,9 @@ MAX_ROWS_PER_FORWARD = 1000
 
 DEFAULT_CPU_TOKEN_BUDGET = 2048
 """About a third of a second of a 6-layer model on two CPU cores; throughput is flat above it there."""
+DEFAULT_FORWARD_S = 0.25
+OVERHEADS_PER_FORWARD = 10
+"""A forward costs something whatever it holds; cut shorter than this, a tenth of the model's time would go there."""
 DEFAULT_GPU_TOKEN_BUDGET = 16384
 """The default of text-embeddings-inference, which was chosen for GPUs."""
 
@@ -37,7 +40,8 @@ class BucketSettings(_Settings):
     max_wait_s: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
     """How long rows may be held back to gather company; 0 starts an idle model at once."""
     max_forward_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Longest predicted time of one forward that holds several rows. Default: the token budget alone decides."""
+    """Longest predicted time of one forward that holds several rows: everybody else waits for it. Default: a quarter of
+    a second, or ten times what a forward costs beside its rows, whichever is longer."""
     prepare_ahead_s: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """How long before the predicted end of a forward the next batch is chosen. 0: after it, with the most to choose."""
     max_backlog_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = 30.0
@@ -53,8 +57,16 @@ class BucketSettings(_Settings):
     stuck_forward_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
     """A forward that runs longer fails the health check, and Ray replaces the replica."""
 
-    def batch_limits(self, *, max_tokens: int, default_token_budget: int) -> BatchLimits:
-        """Limits for a bucket whose longest row has `max_tokens`. Raises ValueError when that row could never run."""
+    def batch_limits(
+        self, *, max_tokens: int, default_token_budget: int, overhead_s: float | None = None
+    ) -> BatchLimits:
+        """Limits for a bucket whose longest row has `max_tokens`, on a device with forwards of this overhead.
+
+        None: the time of a forward is not bounded by default. Raises ValueError when the longest row could never run.
+        """
+        default_forward_s = (
+            math.inf if overhead_s is None else max(DEFAULT_FORWARD_S, OVERHEADS_PER_FORWARD * overhead_s)
+        )
         budget = max(default_token_budget, max_tokens) if self.token_budget is None else self.token_budget
         if budget < max_tokens:
             raise ValueError(
@@ -64,7 +76,7 @@ class BucketSettings(_Settings):
             token_budget=budget,
             max_rows=self.max_rows,
             max_wait_s=self.max_wait_s,
-            max_work_s=math.inf if self.max_forward_s is None else self.max_forward_s,
+            max_work_s=default_forward_s if self.max_forward_s is None else self.max_forward_s,
             prepare_ahead_s=self.prepare_ahead_s,
             isolate_failures=True,
         )

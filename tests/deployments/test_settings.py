@@ -136,3 +136,20 @@ def test_default_queue_takes_the_largest_request() -> None:
     bucket, gateway = BucketSettings(), GatewaySettings(revisions=REVISIONS)
     assert bucket.max_queued_tokens >= gateway.max_tokens_per_request
     assert bucket.max_queued_rows >= gateway.max_rows_per_request
+
+
+@pytest.mark.parametrize(
+    ("given", "overhead_s", "expected_s"),
+    [
+        pytest.param(None, 0.001, 0.25, id="a quarter of a second"),
+        pytest.param(None, 0.06, 0.6, id="ten overheads of a large model"),
+        pytest.param(0.05, 0.06, 0.05, id="as set"),
+        pytest.param(None, None, float("inf"), id="not bounded where nothing was measured"),
+    ],
+)
+def test_time_of_a_forward_is_bounded(given: float | None, overhead_s: float | None, expected_s: float) -> None:
+    """Everybody waits for a forward that runs, so it is kept short as long as that costs little."""
+    limits = BucketSettings(max_forward_s=given).batch_limits(
+        max_tokens=64, default_token_budget=2048, overhead_s=overhead_s
+    )
+    assert limits.max_work_s == pytest.approx(expected_s)
