@@ -26,6 +26,7 @@ from deployments.quotas import QuotaKeeper
 from deployments.requests import InferAnswer, InferRequest, Tenant, caller_of, timeout_of, with_given_time
 from deployments.revisions import CALL_FAILED, Connect, LiveRevision, RevisionDirectory, ServeConnect
 from deployments.settings import GatewaySettings
+from deployments.shedding import Shedder, Size
 from deployments.token_bucket import open_store
 from deployments.tokenization import EncodedInput, TokenIds
 from deployments.wire import InferReply, ReplicaStats
@@ -55,6 +56,7 @@ class Ingress:
     def __init__(self, connect: Connect | None = None, quotas: QuotaKeeper | None = None) -> None:
         self.directory = RevisionDirectory(connect or ServeConnect())
         self._quotas = quotas or QuotaKeeper(open_store(None), on_store_failure="open")
+        self._shedder = Shedder()
         self._settings: GatewaySettings | None = None
         self._pool = ThreadPoolExecutor(max_workers=TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
@@ -101,7 +103,11 @@ class Ingress:
                 settings.max_rows_per_request,
                 "max_rows_per_request",
             )
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        now = asyncio.get_running_loop().time()
+        deadline = now + timeout_s
+        shed_key = (caller.tenant, live.info.revision, caller.priority)
+        size = Size(num_chars=sum(map(len, request.inputs)), timeout_s=timeout_s)
+        self._shedder.check(shed_key, size, now)
         try:
             async with asyncio.timeout_at(deadline):
                 rows = await self._encode(request, live)
@@ -124,7 +130,9 @@ class Ingress:
         except TimeoutError:
             raise DeadlineExceeded(timeout_s) from None
         except TokenServeError as error:
+            self._shedder.note(shed_key, size, error, asyncio.get_running_loop().time())
             raise with_given_time(error, timeout_s) from None
+        self._shedder.answered(shed_key)
         return _assemble(rows, replies, errors, live)
 
     def resolve(self, tenant: Tenant, name: str, *, param: str) -> LiveRevision:

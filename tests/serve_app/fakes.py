@@ -15,6 +15,7 @@ import httpx
 import yaml
 from starlette.applications import Starlette
 
+from deployments.shedding import Shedder
 from serve_app.auth import digest_of
 from serve_app.config import GatewayArgs
 from serve_app.http import HttpIngress
@@ -149,6 +150,7 @@ class Server:
         """Make all buckets as new."""
         for bucket in self.connect.buckets.values():
             bucket.reset()
+        self.ingress._shedder = Shedder()  # refusals of one test are not those of the next
 
     def num_calls(self) -> int:
         """Calls that reached any bucket."""

@@ -188,7 +188,7 @@ def test_what_was_not_answered_is_given_back(trouble: str, tmp_path: Path) -> No
     """ISSUE-3.5: refusal, failure: the next request finds the quota as it was."""
     with _server(tmp_path, quotas=[QUOTA]) as server:
         bucket = server.bucket()
-        for _ in range(5):
+        for _ in range(2):
             match trouble:
                 case "refused":
                     bucket.refusal = TenantOverShare(1.0)
