@@ -10,6 +10,7 @@ they are: a script that Redis runs as a whole, and the same in memory.
 """
 
 import asyncio
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -96,8 +97,12 @@ def given_back(takes: Sequence[Take]) -> list[Take]:
 
 
 def open_store(uri: str | None) -> BucketStore:
-    """Buckets in the Redis at `uri`, or without one in this process."""
-    return MemoryBuckets() if uri is None else RedisBuckets(uri)
+    """Buckets in the Redis behind `uri`, or in this process. Raises ValueError where the extra `redis` is missing."""
+    if uri is None:
+        return MemoryBuckets()
+    if importlib.util.find_spec("redis") is None:
+        raise ValueError("quota_storage needs the extra `redis`: pip install 'raggedserve[redis]'")
+    return RedisBuckets(uri)
 
 
 class MemoryBuckets:

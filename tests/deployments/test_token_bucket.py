@@ -268,6 +268,13 @@ def test_more_callers_than_connections_wait(redis_server: RedisServer, monkeypat
     assert asyncio.run(run()).count(None) == 100
 
 
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the Redis client the gateway says what to install."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"raggedserve\[redis\]"):
+        open_store("redis://127.0.0.1:1")
+
+
 def test_store_follows_the_uri() -> None:
     """Without a URI in memory, with one in Redis, to which nothing is said before the first take."""
     assert isinstance(open_store(None), MemoryBuckets)
