@@ -21,7 +21,7 @@ from batching.errors import (
     TokenServeError,
     UnknownRevision,
 )
-from deployments.dispatch import BucketPart, all_or_cancel, call_bucket, cut_by_bucket
+from deployments.dispatch import RETRY_AFTER_S, BucketPart, all_or_cancel, call_bucket, cut_by_bucket
 from deployments.quotas import QuotaKeeper
 from deployments.requests import InferAnswer, InferRequest, Tenant, caller_of, timeout_of, with_given_time
 from deployments.revisions import CALL_FAILED, Connect, LiveRevision, RevisionDirectory, ServeConnect
@@ -161,7 +161,12 @@ class Ingress:
     async def stats(self, revision: str) -> dict[str, list[ReplicaStats]]:
         """Counters of a revision per bucket deployment, one entry per replica. Raises RevisionUnavailable."""
         live = self.directory.get(revision)
-        answers = await asyncio.gather(*(handle.stats() for handle in live.handles))
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                answers = await asyncio.gather(*(handle.stats() for handle in live.handles))
+        except CALL_FAILED as error:
+            # A replica that died or hangs a moment ago: its counters are gone or late, and Ray's text is nobody's.
+            raise RevisionUnavailable(revision, RETRY_AFTER_S) from error
         return {bucket.deployment: stats for bucket, stats in zip(live.info.buckets, answers, strict=True)}
 
     # ---- steps ---------------------------------------------------------------------------------------------------

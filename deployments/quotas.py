@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray.serve import metrics
 
 from batching.errors import QuotaExceeded, QuotaStoreDown, RequestTooLarge
-from deployments.settings import PositiveInt
 from deployments.token_bucket import BucketStore, Shortage, Take, given_back
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,8 @@ RUN_WEIGHT = 0.2
 """Share of the newest run in the mean."""
 
 OnStoreFailure = Literal["open", "closed"]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False)]
+Burst = Annotated[int, Field(ge=1, le=10**12)]
 Result = TypeVar("Result")
 
 
@@ -47,13 +47,13 @@ class Quota(BaseModel):
     """Glob on revisions, such as minilm@*; each revision is counted on its own."""
     tokens_per_s: Rate | None = None
     """Tokens admitted per second in the long run."""
-    burst_tokens: PositiveInt | None = None
+    burst_tokens: Burst | None = None
     """Tokens admitted at once after a pause, and the most in one request. Default: one second's worth."""
     requests_per_s: Rate | None = None
     """Requests admitted per second in the long run."""
-    burst_requests: PositiveInt | None = None
+    burst_requests: Burst | None = None
     """Requests admitted at once after a pause. Default: one second's worth."""
-    max_concurrent_tokens: PositiveInt | None = None
+    max_concurrent_tokens: Burst | None = None
     """Tokens admitted and not answered yet, in each ingress replica."""
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Request headers that every route understands, and those that no client may send."""
 
 import math
+import re
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -9,6 +10,8 @@ from batching.errors import InvalidRequest
 from deployments.requests import InferRequest
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?")
+"""As in JSON: what Python's float reads beside it, such as 1_000 and inf, is not meant."""
 
 PROXY_HEADERS = ("x-request-timeout-seconds", "x-request-disconnect-disabled")
 """Ray's proxies obey these from anybody: one switches their timeout off, the other their watch for lost clients."""
@@ -19,10 +22,9 @@ def header_timeout_s(request: Request) -> float | None:
     values = request.headers.getlist(TIMEOUT_HEADER)
     if not values:
         return None
-    try:
-        (timeout_ms,) = map(float, values)
-    except ValueError:
-        timeout_ms = math.nan
+    timeout_ms = math.nan
+    if len(values) == 1 and NUMBER.fullmatch(values[0].strip()):
+        timeout_ms = float(values[0])
     if not 0 < timeout_ms < math.inf:
         raise InvalidRequest(TIMEOUT_HEADER, "must be one number of milliseconds above 0")
     return timeout_ms / 1000

@@ -182,6 +182,7 @@ class FakeBucket:
     num_probes: int = 0
     probe_failure: BaseException | None = None
     replicas: list[ReplicaStats] = field(default_factory=list)
+    stats_failure: BaseException | None = None
     _gate: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -195,7 +196,7 @@ class FakeBucket:
         self.row_errors.clear()
         self.refusal = None
         self.num_cancelled = self.num_probes = 0
-        self.probe_failure = None
+        self.probe_failure = self.stats_failure = None
         self.replicas = []
         self._gate.set()
 
@@ -245,6 +246,8 @@ class FakeBucket:
 
     async def stats(self) -> list[ReplicaStats]:
         """What the test put in."""
+        if self.stats_failure is not None:
+            raise self.stats_failure
         return self.replicas
 
 

@@ -4,6 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.wire import TenantCounts
 from tests.deployments.fakes import COST, replica_stats
@@ -87,3 +90,20 @@ def test_tenant_sees_nothing_of_a_revision_it_may_not_use(counted: Server) -> No
         "tenant": "globex",
         "revisions": {"other@v1": {"rows": 0, "tokens": 0, "refused": 0}},
     }
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        pytest.param(ActorDiedError(), id="died"),
+        pytest.param(DeploymentUnavailableError(DeploymentID("tokens-16", "minilm-v1")), id="being restarted"),
+        pytest.param(TimeoutError(), id="stands still"),
+    ],
+)
+def test_stats_while_a_replica_is_down(failure: BaseException, counted: Server) -> None:
+    """The revision's counters are missing, the others are there, and Ray's text is in no reply."""
+    counted.bucket("tokens-16").stats_failure = failure
+    revisions = counted.get("/v1/stats", key=ADMIN).json()["revisions"]
+    assert revisions["minilm@v1"] == {}
+    assert revisions["other@v1"]
+    assert counted.get("/v1/stats", key=ACME).json()["revisions"]["minilm@v1"]["rows"] == 0
