@@ -32,7 +32,7 @@ TOKENS_PER_S, BURST_TOKENS = 2000, 4000
 FACTOR = 5
 TEXTS = 8
 """Per request: small ones, so that what is left of the quota is not lost to their size."""
-CONNECTIONS = 64
+CONNECTIONS = 256
 TOLERANCE = 0.02
 REFUSED_REQUESTS = 20
 REDIS_START_S = 10.0
