@@ -115,15 +115,17 @@ def admit(
     """
     if not rows:
         return
-    _check_sizes(rows, limits)
     estimate = _Estimate.of(rows, queue, moment)
-
+    if estimate.new_cost > limits.max_queued_cost:
+        raise RequestTooLarge("inputs", "tokens of cost", estimate.new_cost, limits.max_queued_cost)
+    if len(rows) > limits.max_queued_rows:
+        raise RequestTooLarge("inputs", "rows", len(rows), limits.max_queued_rows)
     door = _Door(estimate=estimate, tenant=rows[0].tenant, moment=moment, promises=promises)
     _check_groups(
         rows, queue, limits, running=moment.running, retry_after_s=lambda: door.room_for_all(estimate.total_s)
     )
-    cost = sum(row.cost for row in rows)
-    if queue.num_rows + len(rows) > limits.max_queued_rows or queue.cost + cost > limits.max_queued_cost:
+    num_rows, cost = queue.num_rows + len(rows), queue.cost + estimate.new_cost
+    if num_rows > limits.max_queued_rows or cost > limits.max_queued_cost:
         raise Overloaded(door.room_for_all(estimate.total_s))
     _check_room(door, limits)
     _check_deadline(door, rows)
@@ -166,6 +168,7 @@ class _Estimate:
     weight: float
     share: float
     """Of the rows' priority, while the other one waits."""
+    new_cost: int
     new_work_s: float
     wall: float
     """Seconds on the clock per second of queued work, the forwards' overhead included."""
@@ -191,6 +194,7 @@ class _Estimate:
             backlog=queue.backlog(first.tenant, first.priority),
             weight=first.weight,
             share=queue.batch_share if first.priority == "batch" else 1 - queue.batch_share,
+            new_cost=new_cost,
             new_work_s=new_work_s,
             wall=wall,
             total_s=queue.work_s * wall,
@@ -220,14 +224,6 @@ class _Estimate:
         in_priority_s = min(mine_s + others_s, mine_s / self.fair_part)
         work_s = min(in_priority_s + self.backlog.other_priority_s, in_priority_s / self.share)
         return self.running_s + max(work_s * self.wall, self.alone_s)
-
-
-def _check_sizes(rows: Sequence[Row[Payload]], limits: QueueLimits) -> None:
-    cost = sum(row.cost for row in rows)
-    if cost > limits.max_queued_cost:
-        raise RequestTooLarge("inputs", "tokens of cost", cost, limits.max_queued_cost)
-    if len(rows) > limits.max_queued_rows:
-        raise RequestTooLarge("inputs", "rows", len(rows), limits.max_queued_rows)
 
 
 def _check_room(door: _Door, limits: QueueLimits) -> None:

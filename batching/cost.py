@@ -9,7 +9,7 @@ counts positions only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import median
 
@@ -131,7 +131,7 @@ class CostEstimator:
             self._since_fit = 0
             self._model = _fitted(self._gram, self._moment, error=error)
         else:
-            self._model = _with_error(self._model, error)
+            self._model = replace(self._model, error=error)
 
     def _accumulate(self, measurement: Measurement, *, weight: float) -> None:
         features = np.array([1.0, measurement.size.num_tokens, measurement.size.num_pairs])
@@ -148,16 +148,6 @@ def _fitted(gram: NDArray[np.float64], moment: NDArray[np.float64], *, error: fl
     overhead_s, per_token_s, per_pair_s = _non_negative_least_squares(gram, moment)
     return CostModel(
         overhead_s=overhead_s, per_token_s=per_token_s, per_pair_s=per_pair_s, error=error, is_reliable=True
-    )
-
-
-def _with_error(model: CostModel, error: float) -> CostModel:
-    return CostModel(
-        overhead_s=model.overhead_s,
-        per_token_s=model.per_token_s,
-        per_pair_s=model.per_pair_s,
-        error=error,
-        is_reliable=model.is_reliable,
     )
 
 

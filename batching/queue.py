@@ -207,7 +207,9 @@ class FairQueue(Generic[Payload]):
                     if key in unusable:
                         continue
                     if is_usable(key):
-                        usable.append((self._head(line), key))
+                        head = self._head(line)
+                        assert head is not None, "nothing is set aside between passes"
+                        usable.append((head, key))
                     else:
                         unusable.add(key)
                 if usable:
@@ -241,10 +243,11 @@ class FairQueue(Generic[Payload]):
         shares.served += row.work_s / part
         shares.charge(flow, row.work_s)
 
-    def _head(self, line: _Line) -> tuple[float, int]:
-        while line.entries[0][1] not in self._rows:
+    def _head(self, line: _Line) -> tuple[float, int] | None:
+        """The first entry of a row that still waits; None when a pass has set all of them aside."""
+        while line.entries and line.entries[0][1] not in self._rows:
             heapq.heappop(line.entries)
-        return line.entries[0]
+        return line.entries[0] if line.entries else None
 
     def _living(self, entries: list[tuple[float, int]]) -> list[tuple[float, int]]:
         living = [entry for entry in entries if entry[1] in self._rows]
@@ -257,7 +260,6 @@ class Turn(Generic[Payload]):
 
     def __init__(self, queue: FairQueue[Payload], key: GroupKey) -> None:
         self._queue = queue
-        self._key = key
         self._group = queue._groups[key]
         self._skipped: list[tuple[Row[Payload], int, _Line]] = []
         self._turns: list[tuple[float, int, _Line]] = []
@@ -312,12 +314,9 @@ class Turn(Generic[Payload]):
                 heapq.heappop(turns)
             elif served < line.flow.served:
                 heapq.heapreplace(turns, (line.flow.served, order, line))
+            elif self._queue._head(line) is not None:
+                return True
             else:
-                entries, rows = line.entries, self._queue._rows
-                while entries and entries[0][1] not in rows:
-                    heapq.heappop(entries)
-                if entries:
-                    return True
                 heapq.heappop(turns)
                 self._exhausted.add(line)
         return False

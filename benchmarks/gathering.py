@@ -6,7 +6,6 @@ from 64 connections, and the latency of one text at a time on an idle server.
 """
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed, project_config, serving, with_tenants
+from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed, exit_on_sigterm, serving
 from benchmarks.table import Window, percentile, render
 from benchmarks.testbed import Bench, Served
 from benchmarks.workload import LengthMix
@@ -33,7 +32,7 @@ HEADER = ["settings", "busy tokens/s", "tokens/forward", "busy p50 ms", "busy p9
 
 def main() -> int:
     """Run what the command line asks for; the exit status."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gathering", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="per cell")
     parser.add_argument("--transport", choices=list(TRANSPORTS), default="default")
@@ -41,7 +40,7 @@ def main() -> int:
     given = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory(prefix="bench") as name:
-        print("\n".join([*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]), flush=True)
+        print(machine.heading(PROJECT_ROOT), flush=True)
         bench = Bench.prepare(Path(name), {TENANT: {}}, num_texts=1024, seed=given.seed)
         try:
             for variant, user_config in VARIANTS.items():
@@ -56,11 +55,10 @@ def main() -> int:
 
 
 def _config(bench: Bench, user_config: dict[str, float]) -> dict[str, Any]:
-    longest = LengthMix().max_tokens
-    config = with_tenants(project_config(buckets=[{"max_tokens": longest}]), bench.folder / "tenants.yaml")
+    config = bench.config("one-bucket")
     for application in config["applications"]:
         if application["import_path"] == "serve_app.app:revision":
-            application["deployments"] = [{"name": f"tokens-{longest}", "user_config": user_config}]
+            application["deployments"] = [{"name": f"tokens-{LengthMix().max_tokens}", "user_config": user_config}]
     return config
 
 

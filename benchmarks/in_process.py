@@ -21,11 +21,11 @@ from benchmarks.workload import MIN_COSINE, Workload
 from deployments.model import LoadedModel, ModelSpec, load_model
 from deployments.settings import DEFAULT_CPU_TOKEN_BUDGET, DEFAULT_GPU_TOKEN_BUDGET, BucketSettings
 from deployments.tokenization import InputEncoder
+from deployments.wire import TokenIds
 
 TEXTS_PER_CALL = 32
 """How many texts are tokenised at once, as in the larger requests to the server."""
 
-TokenIds = NDArray[np.int32]
 IndexedRow = tuple[int, TokenIds]
 
 

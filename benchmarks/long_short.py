@@ -6,7 +6,6 @@ kind is a tenant of its own. Exit status 1 when a request hung, broke, or was an
 """
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.replies import breaches, count, counts, milliseconds
-from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed
+from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed, exit_on_sigterm
 from benchmarks.streams import OK, OpenLoopResult, Stream
 from benchmarks.table import render
 from benchmarks.testbed import TARGETS, Bench, Served, Target
@@ -32,7 +31,7 @@ HEADER = ["target", "who", "beside", "requests", "not 200", "p50 ms", "p99 ms", 
 
 def main() -> int:
     """Run what the command line asks for; the exit status."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_short", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of the three loads")
     parser.add_argument("--transport", choices=list(TRANSPORTS), default="default")
@@ -40,7 +39,7 @@ def main() -> int:
     given = parser.parse_args()
     lines, problems = [], []
     with tempfile.TemporaryDirectory(prefix="bench") as name:
-        print("\n".join([*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]), flush=True)
+        print(machine.heading(PROJECT_ROOT), flush=True)
         bench = Bench.prepare(Path(name), {SHORT: {}, LONG: {}}, num_texts=NUM_TEXTS, seed=given.seed)
         lengths = _sort_by_length(Path(name))
         print(

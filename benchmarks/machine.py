@@ -24,6 +24,11 @@ def describe(folder: Path) -> list[str]:
     ]
 
 
+def heading(folder: Path) -> str:
+    """What stands above every table."""
+    return "\n".join([*describe(folder), f"load      {load_average()} before"])
+
+
 def load_average() -> str:
     """The load average over 1, 5 and 15 minutes, as `uptime` prints it."""
     return ", ".join(f"{load:.2f}" for load in os.getloadavg())

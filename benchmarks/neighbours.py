@@ -7,7 +7,6 @@ anything but 200, 429, 503 or 504, was refused without Retry-After, or was answe
 """
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.replies import breaches, count, counts, milliseconds, outcome_table, punctuality
-from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed
+from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed, exit_on_sigterm
 from benchmarks.streams import HANG, OK, OpenLoopResult, Reply, Stream
 from benchmarks.table import percentile, render
 from benchmarks.testbed import TARGETS, Bench, Served, Target
@@ -45,11 +44,11 @@ class Outcome:
 
 def main() -> int:
     """Run what the command line asks for; the exit status."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    exit_on_sigterm()
     given = _options()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="bench") as name:
-        print("\n".join([*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]), flush=True)
+        print(machine.heading(PROJECT_ROOT), flush=True)
         group: dict[str, object] = {"batch_group": "both"} if given.shared_group else {}
         bench = Bench.prepare(Path(name), {QUIET: group, FLOOD: group}, num_texts=given.texts, seed=given.seed)
         try:

@@ -7,7 +7,6 @@ Retry-After, or was answered wrongly. Speed never fails it.
 """
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from benchmarks import machine, overload_report
 from benchmarks.memory import serving_memory
 from benchmarks.overload_report import BYSTANDER, LOAD, TIMEOUTS_MS, Level
 from benchmarks.replies import breaches
-from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed
+from benchmarks.server import PROJECT_ROOT, TRANSPORTS, ServerFailed, exit_on_sigterm
 from benchmarks.streams import OK, OpenLoopResult, Stream
 from benchmarks.table import percentile
 from benchmarks.testbed import TARGETS, Bench, Served
@@ -46,10 +45,10 @@ class Normal:
 
 def main() -> int:
     """Run what the command line asks for; the exit status."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    exit_on_sigterm()
     given = _options()
     with tempfile.TemporaryDirectory(prefix="bench") as name:
-        print("\n".join([*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]), flush=True)
+        print(machine.heading(PROJECT_ROOT), flush=True)
         bench = Bench.prepare(Path(name), {LOAD: {}, BYSTANDER: {}}, num_texts=given.num_texts, seed=given.seed)
         levels = []
         try:

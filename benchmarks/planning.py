@@ -124,7 +124,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.batches < 1 or min(given.waiting) < max(BATCH_ROWS) // 4:
         parser.error(f"--batches must be positive, and --waiting at least {max(BATCH_ROWS) // 4}")
-    print("\n".join([*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]))
+    print(machine.heading(PROJECT_ROOT))
     foreign = machine.ForeignLoad()
     found: dict[Case, Timings] = {}
     for batch_rows in BATCH_ROWS:

@@ -7,25 +7,22 @@ status 1 when more than two percent too much or too little got in, or a refund i
 """
 
 import argparse
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.redis_server import RedisServer
 from benchmarks.replies import breaches, counts, outcome_table
-from benchmarks.server import PROJECT_ROOT, ServerFailed, free_port, project_config, request_json, serving, with_tenants
+from benchmarks.server import PROJECT_ROOT, ServerFailed, exit_on_sigterm, request_json, serving
 from benchmarks.streams import OK, Stream
 from benchmarks.table import render
 from benchmarks.testbed import Bench, Served
-from benchmarks.workload import LengthMix
 
 LIMITED = "limited"
 TOKENS_PER_S, BURST_TOKENS = 2000, 4000
@@ -35,26 +32,28 @@ TEXTS = 8
 CONNECTIONS = 256
 TOLERANCE = 0.02
 REFUSED_REQUESTS = 20
-REDIS_START_S = 10.0
 
 HEADER = ["ingress replicas", "counted in", "offered tokens", "admitted", "quota + burst", "difference", "refunded"]
 
 
 def main() -> int:
     """Run what the command line asks for; the exit status."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quotas", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     lines, problems = [], []
     with tempfile.TemporaryDirectory(prefix="bench") as name:
-        print("\n".join([*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]), flush=True)
+        print(machine.heading(PROJECT_ROOT), flush=True)
         quota = {"revisions": "*", "tokens_per_s": TOKENS_PER_S, "burst_tokens": BURST_TOKENS}
         bench = Bench.prepare(Path(name), {LIMITED: {"quotas": [quota]}}, num_texts=1024, seed=given.seed)
         try:
-            with redis(Path(name)) as uri:
-                for num_ingresses, storage in ((1, None), (2, uri)):
+            store = RedisServer(Path(name))
+            with ExitStack() as stack:
+                stack.callback(store.stop)
+                store.start()
+                for num_ingresses, storage in ((1, None), (2, store.uri)):
                     line, problem = _measure(bench, num_ingresses, storage, seconds=given.seconds)
                     lines.append(line)
                     problems += problem
@@ -64,27 +63,6 @@ def main() -> int:
     print("\n" + render(HEADER, lines))
     print("\n".join(f"BROKEN: {problem}" for problem in problems) or "\nnothing broke")
     return 1 if problems else 0
-
-
-@contextmanager
-def redis(folder: Path) -> Iterator[str]:
-    """The URI of a Redis of our own, which keeps nothing. Raises FileNotFoundError where there is no redis-server."""
-    program = shutil.which("redis-server")
-    if program is None:
-        raise FileNotFoundError("redis-server is needed: apt-get install redis-server")
-    port = free_port()
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + REDIS_START_S
-        while subprocess.run(["redis-cli", "-p", str(port), "ping"], capture_output=True).returncode:
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise ServerFailed("redis-server did not start", "")
-            time.sleep(0.1)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.terminate()
-        process.wait(REDIS_START_S)
 
 
 def _measure(bench: Bench, num_ingresses: int, storage: str | None, *, seconds: float) -> tuple[list[str], list[str]]:
@@ -123,9 +101,7 @@ def _measure(bench: Bench, num_ingresses: int, storage: str | None, *, seconds: 
 
 
 def _config(bench: Bench, num_ingresses: int, storage: str | None) -> dict[str, Any]:
-    config = with_tenants(
-        project_config(buckets=[{"max_tokens": LengthMix().max_tokens}]), bench.folder / "tenants.yaml"
-    )
+    config = bench.config("one-bucket")
     for application in config["applications"]:
         if application["name"] == "gateway":
             (ingress,) = application["deployments"]

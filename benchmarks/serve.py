@@ -7,7 +7,6 @@ Exit status 1 when a request failed or an answer was wrong: a wrong fast server 
 """
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections import defaultdict
@@ -27,19 +26,18 @@ from benchmarks.server import (
     TRANSPORTS,
     ServerFailed,
     Transport,
+    exit_on_sigterm,
     project_config,
-    request_json,
     serving,
     with_tenants,
     write_tenants,
 )
 from benchmarks.table import Window
+from benchmarks.testbed import MODEL, OPERATOR, REVISION, Totals
 from benchmarks.workload import LengthMix, make_workload
 from deployments.model import find_folder
 
-MODEL = "bundled/all-MiniLM-L6-v2"
-REVISION = "minilm"
-TENANT, OPERATOR = "acme", "operator"
+TENANT = "acme"
 TENANTS_FILE = "tenants.yaml"
 SHAPES = {"32x4": (32, 4), "1x64": (1, 64)}
 """Texts per request and connections."""
@@ -74,11 +72,10 @@ class Options:
 
 def main() -> int:
     """Run what the command line asks for; the exit status."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that servers are stopped
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="bench") as name:
         options = _options(Path(name))
-        for line in [*machine.describe(PROJECT_ROOT), f"load      {machine.load_average()} before"]:
-            print(line)
+        print(machine.heading(PROJECT_ROOT))
         print(
             f"texts     {options.num_texts}, {LengthMix()}, seed {options.seed}; {options.seconds:g} s per cell in "
             f"{options.windows} windows, each in a fresh process after {options.warmup_s:g} s or more of warm-up; "
@@ -180,19 +177,13 @@ def _load(options: Options, target: str, base: str, *, shape: str, window: int) 
         headers={"Content-Type": "application/json", "X-API-Key": options.keys[TENANT]},
         fields={"revision": REVISION} if is_ours else {},
     )
-    before = _forwards_and_rows(options, base) if is_ours else (0, 0)
+    before = Totals.of(base, key=options.keys[OPERATOR]) if is_ours else None
     fields, foreign = run_child("benchmarks.load", asdict(spec), seconds=options.warmup_s + options.window_s)
     fields["foreign_cpu_share"] = foreign
-    if is_ours:
-        forwards, rows = _forwards_and_rows(options, base)
-        fields["rows_per_forward"] = (rows - before[1]) / max(1, forwards - before[0])
+    if before is not None:
+        done = Totals.of(base, key=options.keys[OPERATOR]).since(before)
+        fields["rows_per_forward"] = done.rows / max(1, done.forwards)
     return Window(**fields)
-
-
-def _forwards_and_rows(options: Options, base: str) -> tuple[int, int]:
-    revisions = request_json(f"{base}/v1/stats", key=options.keys[OPERATOR])["revisions"].values()
-    buckets = [bucket for revision in revisions for bucket in revision.values()]
-    return sum(bucket["forwards"] for bucket in buckets), sum(bucket["rows"] for bucket in buckets)
 
 
 if __name__ == "__main__":

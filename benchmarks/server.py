@@ -62,6 +62,11 @@ class ServerFailed(Exception):
         return f"{self.reason}; its log ends with\n{self.log}"
 
 
+def exit_on_sigterm() -> None:
+    """End on SIGTERM as on any other way out, so that servers are stopped."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
 def free_port(candidates: range = PORTS) -> int:
     """A port of 127.0.0.1 that nobody listens on. Raises OSError when there is none.
 

@@ -45,6 +45,19 @@ class Totals:
     failed_rows: int
     refused: int
 
+    @staticmethod
+    def of(base: str, *, key: str) -> "Totals":
+        """Of the server at `base`, asked with an administrator's key."""
+        revisions = request_json(f"{base}/v1/stats", key=key)["revisions"].values()
+        buckets = [bucket for revision in revisions for bucket in revision.values()]
+        return Totals(
+            forwards=sum(bucket["forwards"] for bucket in buckets),
+            rows=sum(bucket["rows"] for bucket in buckets),
+            computed_tokens=sum(bucket["computed_tokens"] for bucket in buckets),
+            failed_rows=sum(bucket["failed_rows"] for bucket in buckets),
+            refused=sum(bucket["refused"] for bucket in buckets),
+        )
+
     def since(self, before: "Totals") -> "Totals":
         """By how much they rose."""
         return Totals(
@@ -86,10 +99,11 @@ class Bench:
     @contextmanager
     def serving(self, target: Target, *, transport: Transport) -> "Iterator[Served]":
         """A server of that kind, up and used once. Raises ServerFailed."""
-        with serving(self._config(target), transport=transport) as base:
+        with serving(self.config(target), transport=transport) as base:
             yield Served(bench=self, base=base, is_ours=target != "plain")
 
-    def _config(self, target: Target) -> dict[str, Any]:
+    def config(self, target: Target) -> dict[str, Any]:
+        """What is served for `target`, with the tenants of this run."""
         if target == "plain":
             return plain_serve.config(str(find_folder(MODEL)))
         args = {"buckets": [{"max_tokens": LengthMix().max_tokens}]} if target == "one-bucket" else {}
@@ -157,12 +171,4 @@ class Served:
 
     def totals(self) -> Totals:
         """The counters now."""
-        revisions = request_json(f"{self.base}/v1/stats", key=self.bench.keys[OPERATOR])["revisions"].values()
-        buckets = [bucket for revision in revisions for bucket in revision.values()]
-        return Totals(
-            forwards=sum(bucket["forwards"] for bucket in buckets),
-            rows=sum(bucket["rows"] for bucket in buckets),
-            computed_tokens=sum(bucket["computed_tokens"] for bucket in buckets),
-            failed_rows=sum(bucket["failed_rows"] for bucket in buckets),
-            refused=sum(bucket["refused"] for bucket in buckets),
-        )
+        return Totals.of(self.base, key=self.bench.keys[OPERATOR])

@@ -12,17 +12,15 @@ from statistics import median
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batching.cost import ForwardSize, Measurement, padded_size, ragged_size
+from deployments.wire import TokenIds
 
 CALIBRATION_S = 3.0
 """About how long all of it may take, the first and largest batch not counted."""
 NUM_ROUNDS = 3
 MAX_ROWS = 256
 """Of one measured forward: more teach nothing new."""
-
-TokenIds = NDArray[np.int32]
 
 
 class SomeForward(Protocol):

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from batching.errors import DeviceLost, OutOfMemory, TokenServeError
+from deployments.wire import TokenIds
 
 REPLACED_AFTER_S = 30.0
 """About how long until a replica with a lost device is replaced."""
@@ -20,7 +19,7 @@ _OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough me
 _LOST_TEXTS = ("cuda error", "device-side assert", "ecc error")
 
 Result = TypeVar("Result")
-Rows = Sequence[NDArray[np.int32]]
+Rows = Sequence[TokenIds]
 
 
 def guarded(forward: Callable[[Rows], Result]) -> Callable[[Rows], Result]:

@@ -30,8 +30,8 @@ from batching.errors import (
 )
 from batching.row import Priority
 from deployments.revisions import LiveRevision
-from deployments.tokenization import EncodedInput, TokenIds
-from deployments.wire import InferCall, InferReply
+from deployments.tokenization import EncodedInput
+from deployments.wire import InferCall, InferReply, TokenIds
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,21 @@ from batching.errors import (
 )
 from deployments.dispatch import RETRY_AFTER_S, BucketPart, all_or_cancel, call_bucket, cut_by_bucket
 from deployments.quotas import QuotaKeeper
-from deployments.requests import InferAnswer, InferRequest, Tenant, caller_of, timeout_of, with_given_time
+from deployments.requests import (
+    InferAnswer,
+    InferRequest,
+    Tenant,
+    caller_of,
+    check_num_rows,
+    timeout_of,
+    with_given_time,
+)
 from deployments.revisions import CALL_FAILED, Connect, LiveRevision, RevisionDirectory, ServeConnect
 from deployments.settings import GatewaySettings
 from deployments.shedding import Shedder, Size
 from deployments.token_bucket import open_store
-from deployments.tokenization import EncodedInput, TokenIds
-from deployments.wire import InferReply, ReplicaStats
+from deployments.tokenization import EncodedInput
+from deployments.wire import InferReply, ReplicaStats, TokenIds
 
 TOKENIZER_THREADS = 2
 """Tokenisation releases the GIL and uses all cores for a large batch by itself."""
@@ -95,14 +103,7 @@ class Ingress:
         timeout_s = timeout_of(request, settings)
         caller = caller_of(request)
         live = self.resolve(request.tenant, request.revision, param=request.revision_param)
-        if len(request.inputs) > settings.max_rows_per_request:
-            raise RequestTooLarge(
-                request.inputs_param,
-                "rows",
-                len(request.inputs),
-                settings.max_rows_per_request,
-                "max_rows_per_request",
-            )
+        check_num_rows(len(request.inputs), settings, param=request.inputs_param)
         now = asyncio.get_running_loop().time()
         deadline = now + timeout_s
         shed_key = (caller.tenant, live.info.revision, caller.priority)

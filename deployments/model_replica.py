@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -30,9 +30,9 @@ from batching.row import GroupKey, Row
 from deployments.calibration import size_of
 from deployments.counters import PROBE_TENANT, ReplicaCounters
 from deployments.logs import join_serve_logs
-from deployments.replica_model import Model, ReplicaSettings, RowValue, TokenIds, default_token_budget, load
+from deployments.replica_model import Model, ReplicaSettings, RowValue, default_token_budget, load
 from deployments.settings import MAX_ROWS_PER_FORWARD, BucketSettings
-from deployments.wire import CostStats, InferCall, InferReply, ReplicaStats, RevisionInfo
+from deployments.wire import CostStats, InferCall, InferReply, ReplicaStats, RevisionInfo, TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -160,20 +160,12 @@ class ModelReplica:
 
     async def stats(self) -> ReplicaStats:
         """Counters of this replica."""
-        model = self._estimator.model
         return self._counters.stats(
             queued_rows=self._batcher.queued_rows,
             queued_tokens=self._batcher.queued_tokens,
             backlog_s=self._batcher.backlog_s,
             token_budget=self._batcher.limits.token_budget,
-            cost=CostStats(
-                overhead_s=model.overhead_s,
-                per_token_s=model.per_token_s,
-                per_pair_s=model.per_pair_s,
-                error=model.error,
-                is_reliable=model.is_reliable,
-                wall_per_work=self._batcher.pace.wall_per_work,
-            ),
+            cost=CostStats(**asdict(self._estimator.model), wall_per_work=self._batcher.pace.wall_per_work),
         )
 
     # ---- rows ----------------------------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ from batching.cost import Measurement
 from batching.errors import OutOfMemory
 from deployments.calibration import CalibrationSpec, calibrate
 from deployments.settings import DEFAULT_CPU_TOKEN_BUDGET, DEFAULT_GPU_TOKEN_BUDGET, Dtype, Layout, Task
-from deployments.wire import BucketInfo
-
-TokenIds = NDArray[np.int32]
+from deployments.wire import BucketInfo, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

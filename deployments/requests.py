@@ -11,6 +11,7 @@ from batching.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     InvalidRequest,
+    RequestTooLarge,
     TokenServeError,
     WaitTooLong,
 )
@@ -19,7 +20,7 @@ from deployments.dispatch import Caller
 from deployments.quotas import Quota
 from deployments.revisions import LiveRevision
 from deployments.settings import GatewaySettings
-from deployments.tokenization import TokenIds
+from deployments.wire import TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,12 @@ class InferAnswer:
     truncated: frozenset[int]
     errors: Mapping[int, TokenServeError]
     computed_tokens: int
+
+
+def check_num_rows(num_rows: int, settings: GatewaySettings, *, param: str) -> None:
+    """Raise RequestTooLarge for more rows than a request may have."""
+    if num_rows > settings.max_rows_per_request:
+        raise RequestTooLarge(param, "rows", num_rows, settings.max_rows_per_request, "max_rows_per_request")
 
 
 def timeout_of(request: InferRequest, settings: GatewaySettings) -> float:

@@ -5,7 +5,6 @@ needs. So once replicas have refused several requests of a tenant in a row, the 
 that are no smaller and no more patient than the last one.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from batching.errors import Overloaded, TenantOverShare, TokenServeError, WaitTooLong
@@ -48,10 +47,8 @@ class Shedder:
     def check(self, key: ShedKey, size: Size, now: float) -> None:
         """Raise what a replica said a moment ago to a request that was easier to serve than this one."""
         known = self._refused.get(key)
-        if known is None or known.num < MIN_REFUSALS:
-            return
-        if now >= known.until:
-            return  # a replica is asked again
+        if known is None or known.num < MIN_REFUSALS or now >= known.until:
+            return  # a replica is asked
         if size.num_chars >= known.size.num_chars and size.timeout_s <= known.size.timeout_s:
             raise _again(known.error, timeout_s=size.timeout_s, elapsed_s=now - known.at)
 
@@ -82,5 +79,4 @@ def _again(error: TokenServeError, *, timeout_s: float, elapsed_s: float) -> Tok
 
 
 def _left(retry_after_s: float, elapsed_s: float) -> float:
-    left_s = retry_after_s - elapsed_s
-    return left_s if math.isfinite(left_s) and left_s > 0 else 0.0
+    return max(retry_after_s - elapsed_s, 0.0)

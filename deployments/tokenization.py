@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from batching.errors import EmptyInput, InputTooLong, TokenIdOutOfRange, TokenServeError
-
-TokenIds = NDArray[np.int32]
+from deployments.wire import TokenIds
 
 HEAD_CHARS_PER_TOKEN = 16
 """How much of a text is read at first, per token of the limit: three times what English needs. One request's 16 MB

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from batching.errors import TokenServeError
 from batching.row import Priority
 
+TokenIds = NDArray[np.int32]
+"""[n]: the ids of one row, special tokens included."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from batching.errors import EmptyInput, InvalidRequest, RequestTooLarge
 from batching.request import MAX_TOKEN_ID
 from batching.row import Priority
-from deployments.requests import InferAnswer, InferRequest, Tenant
+from deployments.requests import InferAnswer, InferRequest, Tenant, check_num_rows
 from deployments.settings import GatewaySettings
-from deployments.tokenization import TokenIds
+from deployments.wire import TokenIds
 from serve_app.body import validated
 from serve_app.http_errors import error_body
 
@@ -62,8 +62,7 @@ def render(answer: InferAnswer, ids: list[str | None]) -> dict[str, object]:
 
 def check_size(inputs: list[Any], param: str, settings: GatewaySettings) -> None:
     """Raise RequestTooLarge for more inputs, or more ids in one, than any request may hold: before work per item."""
-    if len(inputs) > settings.max_rows_per_request:
-        raise RequestTooLarge(param, "rows", len(inputs), settings.max_rows_per_request, "max_rows_per_request")
+    check_num_rows(len(inputs), settings, param=param)
     num_ids = sum(len(value) for value in inputs if isinstance(value, list))
     if num_ids > settings.max_tokens_per_request:
         raise RequestTooLarge(param, "tokens", num_ids, settings.max_tokens_per_request, "max_tokens_per_request")

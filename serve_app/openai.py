@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from batching.errors import EmptyInput, InvalidRequest
 from deployments.requests import InferAnswer, InferRequest, Tenant
 from deployments.settings import GatewaySettings
-from deployments.tokenization import TokenIds
-from deployments.wire import RevisionInfo
+from deployments.wire import RevisionInfo, TokenIds
 from serve_app.body import validated
 from serve_app.native import check_size, parse_token_ids
 

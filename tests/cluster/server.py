@@ -120,6 +120,22 @@ class Server:
         assert answer.status_code == 200, answer.text
         self.config = copy.deepcopy(config)
 
+    def add_revision(self, application: str, revision: str) -> None:
+        """Deploy one more revision of the demo model, and return when it answers."""
+        config = copy.deepcopy(self.config)
+        config["applications"].append(revision_app(application, revision))
+        self.gateway_user_config(config)["revisions"][revision] = application
+        self.deploy(config)
+        eventually(lambda: self.infer(revision, ["a"], ACME).status_code == 200)
+
+    def configure_bucket(self, application: str, user_config: dict[str, Any]) -> None:
+        """Deploy other limits for the only bucket of a revision, and return when Serve has applied them."""
+        config = copy.deepcopy(self.config)
+        app = next(app for app in config["applications"] if app["name"] == application)
+        app["deployments"][0]["user_config"] = user_config
+        self.deploy(config)
+        eventually(lambda: self.applications()[application]["status"] == "RUNNING")
+
     def gateway_user_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """The part of `config` that holds revisions and aliases, to be changed in place."""
         user_config = config["applications"][0]["deployments"][0]["user_config"]

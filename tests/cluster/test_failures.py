@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.server import ACME, ADMIN, GLOBEX, Server, eventually, revision_app
+from tests.cluster.server import ACME, ADMIN, GLOBEX, Server, eventually
 
 APPLICATION = "minilm-breakable"
 REVISION = "minilm@breakable"
@@ -20,21 +20,8 @@ DEPLOYMENT = "tokens-256"
 @pytest.fixture(scope="module")
 def breakable(server: Server) -> Server:
     """A revision of its own, for settings and kills that the other tests must not feel."""
-    config = copy.deepcopy(server.config)
-    config["applications"].append(revision_app(APPLICATION, REVISION))
-    server.gateway_user_config(config)["revisions"][REVISION] = APPLICATION
-    server.deploy(config)
-    eventually(lambda: server.infer(REVISION, ["a"], ACME).status_code == 200)
+    server.add_revision(APPLICATION, REVISION)
     return server
-
-
-def configure_bucket(server: Server, user_config: dict[str, Any]) -> None:
-    """Deploy other limits for the breakable bucket."""
-    config = copy.deepcopy(server.config)
-    application = next(app for app in config["applications"] if app["name"] == APPLICATION)
-    application["deployments"][0]["user_config"] = user_config
-    server.deploy(config)
-    eventually(lambda: server.applications()[APPLICATION]["status"] == "RUNNING")
 
 
 def post_all(server: Server, bodies: list[dict[str, Any]], *, timeout_s: float = 60.0) -> list[httpx.Response]:
@@ -51,7 +38,7 @@ def post_all(server: Server, bodies: list[dict[str, Any]], *, timeout_s: float =
 def test_acc07_full_backlog_is_refused_at_once_with_retry_after(breakable: Server) -> None:
     """ACC-07, BL-103: beyond the backlog rows get 503 and a time to come back; those inside are answered."""
     pids = breakable.pids(APPLICATION)
-    configure_bucket(breakable, {"max_queued_rows": 8, "token_budget": 256})
+    breakable.configure_bucket(APPLICATION, {"max_queued_rows": 8, "token_budget": 256})
     body = {"revision": REVISION, "inputs": ["word " * 200] * 4}
     answers = post_all(breakable, [body] * 40)
     assert {answer.status_code for answer in answers} == {200, 503}
@@ -62,7 +49,7 @@ def test_acc07_full_backlog_is_refused_at_once_with_retry_after(breakable: Serve
     num_counted = breakable.stats(REVISION, DEPLOYMENT)["refused"]
     assert 0 < num_counted <= 4 * len(refused)
     assert breakable.client.get("/v1/stats", headers=ACME).json()["revisions"][REVISION]["refused"] == num_counted
-    configure_bucket(breakable, {})
+    breakable.configure_bucket(APPLICATION, {})
     assert breakable.pids(APPLICATION) == pids, "limits change without a restart"
 
 
@@ -78,7 +65,7 @@ def test_acc07_a_poisoned_request_does_not_stop_the_queue(breakable: Server) -> 
 
 def test_acc07_a_long_row_is_not_overtaken_without_bound(breakable: Server) -> None:
     """ACC-07, BL-128: a row that needs the whole budget is served while short rows keep coming."""
-    configure_bucket(breakable, {"token_budget": 256})
+    breakable.configure_bucket(APPLICATION, {"token_budget": 256})
     long_row = {"revision": REVISION, "inputs": [[101, *[2000] * 254, 102]]}
 
     async def race() -> tuple[float, float]:
@@ -100,12 +87,12 @@ def test_acc07_a_long_row_is_not_overtaken_without_bound(breakable: Server) -> N
 
     served_after_s, flooded_s = asyncio.run(race())
     assert served_after_s < flooded_s, "the long row was answered only when the flood had ended"
-    configure_bucket(breakable, {})
+    breakable.configure_bucket(APPLICATION, {})
 
 
 def test_clients_that_leave_take_their_rows_along(breakable: Server) -> None:
     """BL-121: rows of a closed connection leave the queue, and later requests are answered as usual."""
-    configure_bucket(breakable, {"token_budget": 256})
+    breakable.configure_bucket(APPLICATION, {"token_budget": 256})
     body = {"revision": REVISION, "inputs": ["word " * 200] * 64}
     before = breakable.stats(REVISION, DEPLOYMENT)["rows"]
 
@@ -118,12 +105,12 @@ def test_clients_that_leave_take_their_rows_along(breakable: Server) -> None:
     eventually(lambda: breakable.stats(REVISION, DEPLOYMENT)["queued_rows"] == 0, timeout_s=20)
     assert breakable.stats(REVISION, DEPLOYMENT)["rows"] - before < 20 * 64, "rows nobody waited for were run"
     assert breakable.infer(REVISION, ["still here"], ACME).status_code == 200
-    configure_bucket(breakable, {})
+    breakable.configure_bucket(APPLICATION, {})
 
 
 def test_bl099_a_passed_deadline_is_504_and_names_the_limit(breakable: Server) -> None:
     """BL-099: the request's own limit is in the message, and its rows are not run later."""
-    configure_bucket(breakable, {"token_budget": 256})
+    breakable.configure_bucket(APPLICATION, {"token_budget": 256})
     answers = post_all(
         breakable, [{"revision": REVISION, "inputs": ["word " * 200] * 32, "timeout_ms": 150} for _ in range(8)]
     )
@@ -134,7 +121,7 @@ def test_bl099_a_passed_deadline_is_504_and_names_the_limit(breakable: Server) -
     assert codes <= {(504, "deadline_exceeded"), (504, "deadline_unreachable")}
     assert all("150 ms" in answer.json()["error"]["message"] for answer in late)
     eventually(lambda: breakable.stats(REVISION, DEPLOYMENT)["queued_rows"] == 0, timeout_s=10)
-    configure_bucket(breakable, {})
+    breakable.configure_bucket(APPLICATION, {})
 
 
 def test_bad_user_config_keeps_the_server_answering(breakable: Server) -> None:

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from batching.errors import ForwardFailed, QuotaExceeded, QuotaStoreDown, RequestTooLarge, TokenServeError
+from benchmarks.redis_server import RedisServer
 from deployments import quotas as module
 from deployments.quotas import (
     FIRST_RUN_S,
@@ -23,7 +24,6 @@ from deployments.quotas import (
     quota_of,
 )
 from deployments.token_bucket import BucketStore, MemoryBuckets, RedisBuckets, Shortage, Take
-from tests.deployments.redis_server import RedisServer
 from tests.deployments.test_token_bucket import Clock
 
 SLOW = 0.001

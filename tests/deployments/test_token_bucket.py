@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from redis.asyncio import Redis
 
+from benchmarks.redis_server import RedisServer
 from deployments.token_bucket import (
     KEY_PREFIX,
     MIN_KEPT_S,
@@ -20,7 +21,6 @@ from deployments.token_bucket import (
     given_back,
     open_store,
 )
-from tests.deployments.redis_server import RedisServer
 
 HOUR = 3600.0
 

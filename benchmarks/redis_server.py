@@ -1,4 +1,4 @@
-"""A real Redis for one test: on a free port of this machine, in memory, in a folder of its own."""
+"""A real Redis for tests and benchmarks: on a free port of this machine, in memory, in a folder of its own."""
 
 import os
 import shutil
@@ -8,19 +8,20 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 START_S = 20.0
 """Far more than it takes, on a busy machine."""
 
 
 class RedisServer:
-    """Started by `start`, ended by `stop`; a port of its own, so that it can come back at the same address."""
+    """Started by `start`, ended by `stop`; a port of its own, so that it can come back at the same address.
+
+    Raises FileNotFoundError where there is no redis-server.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._binary = shutil.which("redis-server")
         if self._binary is None:
-            pytest.skip("redis-server is not on the PATH: apt-get install redis-server")
+            raise FileNotFoundError("redis-server is not on the PATH: apt-get install redis-server")
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         with socket.socket() as probe:
