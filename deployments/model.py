@@ -211,8 +211,13 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def resolve_device(device: str) -> str:
+    """The torch device that `auto` stands for here, any other as it is."""
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _load_pipeline(folder: Path, spec: ModelSpec) -> SentenceTransformer:
-    device = spec.device if spec.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(spec.device)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelLoadError(f"the spec asks for device {device}, and this process sees no CUDA device")
     dtype = _DTYPES[spec.dtype]

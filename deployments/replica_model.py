@@ -1,6 +1,8 @@
 """What a replica is built from, and the part of a model that it uses. Imports no torch: the ingress reads this too."""
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -26,6 +28,7 @@ class ReplicaSettings:
     dtype: Dtype
     device: str
     threads: int | None
+    niceness: int
     max_tokens: int
     """The longest row of this bucket."""
     ceilings: tuple[int, ...]
@@ -81,8 +84,10 @@ def load(settings: ReplicaSettings) -> Model:
     # 5,000 tokens/s of two buckets on two CPUs became 2,000. Sleeping costs nothing measurable alone.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Here and not above: the ingress and the build task import this module and must not pay for torch.
-    from deployments.model import ModelLoadError, ModelSpec, load_model
+    from deployments.model import ModelLoadError, ModelSpec, load_model, resolve_device
 
+    if resolve_device(settings.device) == "cpu":
+        _step_back(settings.niceness)
     model = load_model(
         ModelSpec(
             model=settings.model,
@@ -110,6 +115,16 @@ def load(settings: ReplicaSettings) -> Model:
             "serve shorter rows (buckets), or give the replica more memory"
         ) from error
     return replace(model, calibration=measured)
+
+
+def _step_back(niceness: int) -> None:
+    """Let everything else on the machine run before this thread and those that it starts, OpenMP's workers.
+
+    A forward keeps its CPUs busy for a long time; gateway, proxy and this replica's event loop need one for a moment,
+    and then at once. Without it they queued behind the forwards in an overload, and refusals took seconds.
+    """
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def default_token_budget(device: str) -> int:

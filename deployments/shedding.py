@@ -6,6 +6,9 @@ that are no smaller and no more patient than the last one.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from ray.serve import metrics
 
 from batching.errors import Overloaded, TenantOverShare, TokenServeError, WaitTooLong
 
@@ -38,10 +41,27 @@ class _Refused:
     """Refusals in a row."""
 
 
+class Count(Protocol):
+    """The part of a metric that is used here."""
+
+    def inc(self, value: float = 1.0, tags: dict[str, str] | None = None) -> None:
+        """Add `value`."""
+
+
+def _shed_requests() -> Count:
+    counter: Count = metrics.Counter(
+        "raggedserve_shed_requests",
+        description="Requests refused by the ingress because replicas had just refused several like them.",
+        tag_keys=("error",),
+    )
+    return counter
+
+
 @dataclass(slots=True)
 class Shedder:
     """What was refused a moment ago; times are monotonic seconds."""
 
+    num_shed: Count = field(default_factory=_shed_requests)
     _refused: dict[ShedKey, _Refused] = field(default_factory=dict)
 
     def check(self, key: ShedKey, size: Size, now: float) -> None:
@@ -50,6 +70,7 @@ class Shedder:
         if known is None or known.num < MIN_REFUSALS or now >= known.until:
             return  # a replica is asked
         if size.num_chars >= known.size.num_chars and size.timeout_s <= known.size.timeout_s:
+            self.num_shed.inc(1, tags={"error": type(known.error).__name__})
             raise _again(known.error, timeout_s=size.timeout_s, elapsed_s=now - known.at)
 
     def answered(self, key: ShedKey) -> None:

@@ -411,6 +411,7 @@ def replica(
         dtype="float32",
         device="cpu",
         threads=None,
+        niceness=10,
         max_tokens=max_tokens,
         ceilings=ceilings,
         buckets=(BucketInfo(deployment=f"tokens-{max_tokens}", max_tokens=max_tokens),),

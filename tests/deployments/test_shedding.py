@@ -109,3 +109,22 @@ def test_memory_is_bounded() -> None:
     for index in range(5000):
         shedder.note((f"t{index}", "minilm@v1", "batch"), REFUSED, Overloaded(5.0), float(index))
     assert len(shedder._refused) < 1100
+
+
+def test_what_is_shed_is_counted_by_cause() -> None:
+    """Once for each request that was refused here, none for those that a replica is asked about."""
+    counted: list[dict[str, str] | None] = []
+
+    class Counter:
+        def inc(self, value: float = 1.0, tags: dict[str, str] | None = None) -> None:
+            """Note it."""
+            counted.append(tags)
+
+    shedder = Shedder(Counter())
+    for _ in range(MIN_REFUSALS):
+        _check(shedder)
+        shedder.note(KEY, REFUSED, TenantOverShare(3.0), 10.0)
+    assert counted == []
+    _check(shedder)
+    _check(shedder, now=20.0)
+    assert counted == [{"error": "TenantOverShare"}]
