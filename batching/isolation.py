@@ -16,6 +16,8 @@ from batching.row import Payload, Row
 RECOVER_AFTER_FORWARDS = 50
 """Forwards without trouble before a budget that was cut grows again."""
 RECOVER_FACTOR = 1.1
+EXHAUSTED_AFTER_FORWARDS = 3
+"""Forwards in a row, each no larger than the longest row, that did not fit: load had proved that they do."""
 
 
 @dataclass(slots=True)
@@ -67,6 +69,13 @@ class BudgetGovernor:
     """The longest row: it must always fit a batch of its own."""
     _cut: int | None = None
     _good_forwards: int = 0
+    _misfits: int = 0
+    """Forwards within `floor` that did not fit, since the last good one."""
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the memory is lost to something else, such as a leak, and only a fresh process helps."""
+        return self._misfits >= EXHAUSTED_AFTER_FORWARDS
 
     @property
     def budget(self) -> int:
@@ -77,9 +86,12 @@ class BudgetGovernor:
         """A forward of this cost did not fit."""
         self._cut = max(min(self.budget, cost // 2), self.floor)
         self._good_forwards = 0
+        if cost <= self.floor:
+            self._misfits += 1
 
     def succeeded(self) -> None:
         """A forward ran well."""
+        self._misfits = 0
         if self._cut is None:
             return
         self._good_forwards += 1

@@ -93,6 +93,8 @@ class ModelReplica:
         """Raise when no forward can end well any more: a dead batch task, a lost device, a forward that is stuck."""
         if self._is_device_lost:
             raise RuntimeError("the device of the model is lost")
+        if self._governor.is_exhausted:
+            raise RuntimeError("the device has run out of memory for forwards that fitted at load")
         if not await self._run_batch._is_batching_task_alive():
             raise RuntimeError("the batching task has ended; no further batch would run")
         running_s = self._batcher.oldest_forward_s()

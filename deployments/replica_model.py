@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,7 +27,7 @@ class ReplicaSettings:
     dtype: Dtype
     device: str
     threads: int | None
-    niceness: int
+    yield_cpu: bool
     max_tokens: int
     """The longest row of this bucket."""
     ceilings: tuple[int, ...]
@@ -86,8 +85,8 @@ def load(settings: ReplicaSettings) -> Model:
     # Here and not above: the ingress and the build task import this module and must not pay for torch.
     from deployments.model import ModelLoadError, ModelSpec, load_model, resolve_device
 
-    if resolve_device(settings.device) == "cpu":
-        _step_back(settings.niceness)
+    if settings.yield_cpu and resolve_device(settings.device) == "cpu":
+        _step_back()
     model = load_model(
         ModelSpec(
             model=settings.model,
@@ -117,14 +116,14 @@ def load(settings: ReplicaSettings) -> Model:
     return replace(model, calibration=measured)
 
 
-def _step_back(niceness: int) -> None:
+def _step_back() -> None:
     """Let everything else on the machine run before this thread and those that it starts, OpenMP's workers.
 
     A forward keeps its CPUs busy for a long time; gateway, proxy and this replica's event loop need one for a moment,
-    and then at once. Without it they queued behind the forwards in an overload, and refusals took seconds.
+    and then at once. Without it they queued behind the forwards in an overload, and refusals took up to seconds.
     """
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0 is this thread, not the process
 
 
 def default_token_budget(device: str) -> int:

@@ -85,8 +85,8 @@ class RevisionArgs(_Args):
     """auto (cuda if there is one, else cpu), cpu, cuda, cuda:N."""
     threads: PositiveInt | None = None
     """Threads of one forward on a CPU. Default: all that the process may use."""
-    niceness: Annotated[int, Field(ge=0, le=19)] = 10
-    """Scheduling priority of a forward on a CPU of Linux: at 19 it takes only what gateway and proxy leave."""
+    yield_cpu: bool = True
+    """Forwards on a CPU run while nothing else on the machine wants one: gateway and proxy come first (Linux)."""
     buckets: Annotated[list[BucketArgs], Field(min_length=1)]
     """Length buckets in increasing order; rows beyond the last are refused."""
 
@@ -114,7 +114,7 @@ class RevisionArgs(_Args):
             dtype=self.dtype,
             device=self.device,
             threads=self.threads,
-            niceness=self.niceness,
+            yield_cpu=self.yield_cpu,
             max_tokens=bucket.max_tokens,
             ceilings=self._ceilings(bucket.max_tokens),
             buckets=tuple(

@@ -168,3 +168,19 @@ def test_a_lower_setting_wins() -> None:
     governor.out_of_memory(800)
     governor.configured = 300
     assert governor.budget == 300
+
+
+def test_bl141_memory_that_is_lost_for_good_is_noticed() -> None:
+    """BL-141: single rows that fitted at load do not fit any more, several times in a row; one that fits clears it."""
+    governor = BudgetGovernor(configured=1000, floor=100)
+    for _ in range(10):
+        governor.out_of_memory(101)
+    assert not governor.is_exhausted, "a smaller batch may fit"
+    for _ in range(2):
+        governor.out_of_memory(100)
+    governor.succeeded()
+    for _ in range(2):
+        governor.out_of_memory(50)
+    assert not governor.is_exhausted
+    governor.out_of_memory(50)
+    assert governor.is_exhausted

@@ -411,7 +411,7 @@ def replica(
         dtype="float32",
         device="cpu",
         threads=None,
-        niceness=10,
+        yield_cpu=False,
         max_tokens=max_tokens,
         ceilings=ceilings,
         buckets=(BucketInfo(deployment=f"tokens-{max_tokens}", max_tokens=max_tokens),),

@@ -24,6 +24,7 @@ from batching.errors import (
     TokenIdOutOfRange,
     TokenServeError,
 )
+from batching.isolation import EXHAUSTED_AFTER_FORWARDS
 from batching.padding import MalformedOutput
 from deployments import model_replica
 from deployments.wire import InferCall, TenantCounts
@@ -125,6 +126,19 @@ async def test_out_of_memory_cuts_the_budget_for_later_batches() -> None:
     await target.infer(infer_call(rows))
     assert [len(forward) for forward in model.forwards[3:]] == [4, 4]
     assert (await target.stats()).out_of_memory == 1
+
+
+@in_skewed_loop
+async def test_memory_that_is_lost_for_good_fails_the_health_check() -> None:
+    """BL-141: rows that do not fit alone, again and again, though the longest one fitted at load."""
+    model = FakeModel()
+    target = replica(model, max_tokens=8)
+    for _ in range(EXHAUSTED_AFTER_FORWARDS):
+        await target.check_health()
+        model.answers.append(OutOfMemory(8))
+        assert isinstance((await target.infer(infer_call([[1] * 8]))).errors[0], OutOfMemory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await target.check_health()
 
 
 @in_skewed_loop

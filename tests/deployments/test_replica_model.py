@@ -12,7 +12,7 @@ from deployments.wire import BucketInfo
 from tests.deployments.conftest import Checkpoints
 
 
-def _settings(model: str, *, niceness: int) -> ReplicaSettings:
+def _settings(model: str, *, yield_cpu: bool) -> ReplicaSettings:
     return ReplicaSettings(
         revision="tiny",
         model=model,
@@ -21,19 +21,21 @@ def _settings(model: str, *, niceness: int) -> ReplicaSettings:
         dtype="float32",
         device="cpu",
         threads=1,
-        niceness=niceness,
+        yield_cpu=yield_cpu,
         max_tokens=16,
         ceilings=(),
         buckets=(BucketInfo(deployment="tokens-16", max_tokens=16),),
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads are Linux's")
-def test_forwards_step_back_for_the_rest_of_the_process(checkpoint: Checkpoints) -> None:
-    """The thread that loaded the model, which runs its forwards, is nicer; the thread of the event loop is not."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
+@pytest.mark.skipif(sys.platform != "linux", reason="policies of single threads are Linux's")
+@pytest.mark.parametrize(("yield_cpu", "expected"), [(True, os.SCHED_IDLE), (False, os.SCHED_OTHER)])
+def test_forwards_step_back_for_the_rest_of_the_process(
+    yield_cpu: bool, expected: int, checkpoint: Checkpoints
+) -> None:
+    """The thread that loaded the model, which runs its forwards, steps back; the thread of the event loop does not."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(load, _settings(str(checkpoint("bert")), niceness=7)).result()
+        pool.submit(load, _settings(str(checkpoint("bert")), yield_cpu=yield_cpu)).result()
         loader = pool.submit(threading.get_native_id).result()
-        assert os.getpriority(os.PRIO_PROCESS, loader) == 7
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+        assert os.sched_getscheduler(loader) == expected
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
