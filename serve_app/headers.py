@@ -42,4 +42,6 @@ def refuse_proxy_headers(request: Request) -> None:
     """Raise InvalidRequest for a header that would let a client hold a request open beyond its time."""
     for name in PROXY_HEADERS:
         if name in request.headers:
-            raise InvalidRequest(name, f"is not accepted; give the time in {TIMEOUT_HEADER} or in the body")
+            raise InvalidRequest(
+                name, f"is not accepted from clients; the time of a request goes into {TIMEOUT_HEADER}"
+            )
