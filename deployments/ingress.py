@@ -191,8 +191,9 @@ class Ingress:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await asyncio.gather(*(handle.probe(PROBE_TIMEOUT_S) for handle in live.handles))
         except CALL_FAILED as error:
-            is_known_down = isinstance(error, RevisionUnavailable)
-            reason = self.directory.reason(revision) if is_known_down else f"probe failed: {type(error).__name__}"
+            reason = self.directory.failure(revision) or f"probe failed: {type(error).__name__}"
+            if isinstance(error, RevisionUnavailable):
+                reason = self.directory.reason(revision)
             return RevisionStatus(revision=revision, is_ready=False, reason=reason)
         return RevisionStatus(revision=revision, is_ready=True)
 

@@ -63,6 +63,8 @@ class InferRequest:
     partial: bool = False
     """Answer good rows although others fail."""
     timeout_s: float | None = None
+    timeout_param: str = "timeout_ms"
+    """Where the client gave it."""
     priority: Priority | None = None
     """None takes the tenant's."""
     revision_param: str = "revision"
@@ -99,7 +101,7 @@ def timeout_of(request: InferRequest, settings: GatewaySettings) -> float:
     if request.timeout_s is None:
         return min(settings.default_timeout_s, limit_s)
     if request.timeout_s > limit_s:
-        raise InvalidRequest("timeout_ms", f"is above the limit of {round(limit_s * 1000)}")
+        raise InvalidRequest(request.timeout_param, f"is above the limit of {round(limit_s * 1000)}")
     return request.timeout_s
 
 

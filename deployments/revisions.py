@@ -120,6 +120,10 @@ class RevisionDirectory:
         """Why the revision is not up or did not answer last time, for operators."""
         return self._reasons.get(revision, "its application has not answered yet")
 
+    def failure(self, revision: str) -> str | None:
+        """Why its application did not answer last time; None when it did."""
+        return self._reasons.get(revision)
+
     async def stop(self) -> None:
         """End the refresh tasks."""
         tasks = list(self._tasks.values())

@@ -34,8 +34,9 @@ def within(request: InferRequest, timeout_s: float | None) -> InferRequest:
     """`request` with the time of the header; where the body names one too, the shorter counts."""
     if timeout_s is None:
         return request
-    given_s = timeout_s if request.timeout_s is None else min(request.timeout_s, timeout_s)
-    return replace(request, timeout_s=given_s)
+    if request.timeout_s is not None and request.timeout_s <= timeout_s:
+        return request
+    return replace(request, timeout_s=timeout_s, timeout_param=TIMEOUT_HEADER)
 
 
 def refuse_proxy_headers(request: Request) -> None:

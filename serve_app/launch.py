@@ -106,7 +106,9 @@ def _announce(process: subprocess.Popen[bytes], host: str, port: int) -> None:
     while process.poll() is None:
         body = _readiness(base)
         if body.get("ready") is True:
-            print(_ready_line(base, body, host=host, seconds=time.monotonic() - started), flush=True)
+            is_demo = is_loopback(host) and _is_accepted(base, DEMO_KEYS[0])
+            key = DEMO_KEYS[0] if is_demo else "$KEY"
+            print(_ready_line(base, body, key=key, seconds=time.monotonic() - started), flush=True)
             return
         if time.monotonic() - reminded > REMIND_S:
             reminded = time.monotonic()
@@ -136,10 +138,18 @@ def _reasons(body: dict[str, object]) -> str:
     return "; ".join(reasons) or "the gateway has no revisions"
 
 
-def _ready_line(base: str, body: dict[str, object], *, host: str, seconds: float) -> str:
+def _is_accepted(base: str, key: str) -> bool:
+    request = urllib.request.Request(f"{base}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S):
+            return True
+    except OSError:  # 401 is one
+        return False
+
+
+def _ready_line(base: str, body: dict[str, object], *, key: str, seconds: float) -> str:
     revisions = body.get("revisions")
     names = sorted(revisions) if isinstance(revisions, dict) else []
-    key = DEMO_KEYS[0] if is_loopback(host) else "$KEY"
     request = json.dumps({"revision": names[0] if names else "REVISION", "inputs": ["A first sentence."]})
     return "\n".join(
         [

@@ -352,6 +352,16 @@ async def test_status_is_that_of_every_bucket(failure: Exception | None, expecte
 
 
 @in_skewed_loop
+async def test_status_says_what_is_known_of_the_application() -> None:
+    """An application whose new version failed to deploy has no replica to probe; Serve's word for it is the reason."""
+    async with gateway() as made:
+        made.bucket("tokens-64").probe_failure = ActorDiedError()
+        made.ingress.directory._reasons["minilm@v1"] = "application minilm-v1 is DEPLOY_FAILED"
+        (status,) = await made.ingress.status(["minilm@v1"])
+        assert status.reason == "application minilm-v1 is DEPLOY_FAILED"
+
+
+@in_skewed_loop
 async def test_status_of_a_revision_that_is_down() -> None:
     """Nobody is probed, and the reason is the directory's."""
     async with gateway() as made:

@@ -106,7 +106,7 @@ def test_longer_than_the_tenant_may_ask_for(tmp_path: Path) -> None:
         error = error_of(server.post("/v1/infer", native("the", timeout_ms=5001)), 400)
         assert (error["param"], error["message"]) == ("timeout_ms", "`timeout_ms` is above the limit of 5000")
         response = server.post("/v1/infer", native("the"), headers=[("X-Request-Timeout-Ms", "5001")])
-        assert error_of(response, 400)["param"] == "timeout_ms"
+        assert error_of(response, 400)["param"] == "X-Request-Timeout-Ms"
 
 
 @pytest.mark.parametrize(
