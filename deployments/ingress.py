@@ -32,7 +32,7 @@ from deployments.requests import (
     timeout_of,
     with_given_time,
 )
-from deployments.revisions import CALL_FAILED, Connect, LiveRevision, RevisionDirectory, ServeConnect
+from deployments.revisions import CALL_FAILED, NOT_ANSWERED, Connect, LiveRevision, RevisionDirectory, ServeConnect
 from deployments.settings import GatewaySettings
 from deployments.shedding import Shedder, Size
 from deployments.token_bucket import open_store
@@ -191,9 +191,9 @@ class Ingress:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await asyncio.gather(*(handle.probe(PROBE_TIMEOUT_S) for handle in live.handles))
         except CALL_FAILED as error:
-            reason = self.directory.failure(revision) or f"probe failed: {type(error).__name__}"
-            if isinstance(error, RevisionUnavailable):
-                reason = self.directory.reason(revision)
+            is_known_down = isinstance(error, RevisionUnavailable)
+            otherwise = NOT_ANSWERED if is_known_down else f"probe failed: {type(error).__name__}"
+            reason = self.directory.reason(revision, otherwise)
             return RevisionStatus(revision=revision, is_ready=False, reason=reason)
         return RevisionStatus(revision=revision, is_ready=True)
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_DOWN_S = 0.5
 """How often a revision that is not up is asked."""
+NOT_ANSWERED = "its application has not answered yet"
 REFRESH_UP_S = 5.0
 """How often a revision that is up is asked whether it changed."""
 DESCRIBE_TIMEOUT_S = 3.0
@@ -116,13 +117,9 @@ class RevisionDirectory:
             raise RevisionUnavailable(revision, retry_after_s=1.0)
         return live
 
-    def reason(self, revision: str) -> str:
-        """Why the revision is not up or did not answer last time, for operators."""
-        return self._reasons.get(revision, "its application has not answered yet")
-
-    def failure(self, revision: str) -> str | None:
-        """Why its application did not answer last time; None when it did."""
-        return self._reasons.get(revision)
+    def reason(self, revision: str, otherwise: str = NOT_ANSWERED) -> str:
+        """Why the revision is not up or did not answer last time, for operators; `otherwise` when it did answer."""
+        return self._reasons.get(revision, otherwise)
 
     async def stop(self) -> None:
         """End the refresh tasks."""
